@@ -1,0 +1,94 @@
+"""graphopt: a PyTorch module in, a readable and faster fx graph with the same numbers out.
+
+Example:
+    >>> import graphopt
+    >>> opt = graphopt.optimize(model, (x,))  # doctest: +SKIP
+    >>> print(opt.code)  # doctest: +SKIP
+
+Public names load on first use: ``import graphopt`` costs next to nothing and touches neither
+Triton nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphopt.api import optimize
+    from graphopt.errors import (
+        BudgetError,
+        CaptureError,
+        GraphOptError,
+        GraphoptWarning,
+        OptionError,
+        PassError,
+        UnsupportedError,
+        VerifyError,
+    )
+    from graphopt.report.explain import explain
+    from graphopt.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "GraphOptError",
+    "GraphoptWarning",
+    "OptionError",
+    "PassError",
+    "UnsupportedError",
+    "VerifyError",
+    "__version__",
+    "explain",
+    "optimize",
+    "verify",
+]
+
+# Public name -> the module that defines it.
+_HOME = {
+    "BudgetError": "graphopt.errors",
+    "CaptureError": "graphopt.errors",
+    "GraphOptError": "graphopt.errors",
+    "GraphoptWarning": "graphopt.errors",
+    "OptionError": "graphopt.errors",
+    "PassError": "graphopt.errors",
+    "UnsupportedError": "graphopt.errors",
+    "VerifyError": "graphopt.errors",
+    "explain": "graphopt.report.explain",
+    "optimize": "graphopt.api",
+    "verify": "graphopt.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Names that tab completion offers."""
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """The package itself: a public function wins over a submodule of the same name.
+
+    Importing ``graphopt.verify`` makes Python bind that module on the package, which would hide the
+    function ``graphopt.verify``. ``from graphopt.verify import ...`` works as ever.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
