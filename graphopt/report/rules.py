@@ -1,0 +1,160 @@
+"""Records summed by rule and by place: the rows of the tables that explain() and the demo print."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from graphopt.graph.record import Refusal, RewriteRecord, Site
+from graphopt.report.fold import fold_text
+from graphopt.report.table import Table, size
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleSummary:
+    """All that one rule did and did not do.
+
+    Attributes:
+        rule: the rule's name.
+        fired: how often it was applied.
+        refused: how often it came near and was not.
+        bytes_saved: bytes that are no longer read or written per forward pass, as counted by the
+            records; negative where a rewrite adds traffic.
+        where: the modules that it fired in, repeated blocks folded.
+    """
+
+    rule: str
+    fired: int
+    refused: int
+    bytes_saved: int
+    where: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RefusalSummary:
+    """One reason why one rule did not fire, with the places it holds for.
+
+    Attributes:
+        rule: the rule's name.
+        reason: why, in words.
+        count: how often.
+        where: module paths, repeated blocks folded.
+        line: "file:line" of the user's code, "" where it is unknown.
+        matched: ops of the pattern that were there, in the nearest miss.
+        total: ops of the pattern.
+    """
+
+    rule: str
+    reason: str
+    count: int
+    where: str
+    line: str
+    matched: int
+    total: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self)
+
+
+def by_rule(
+    rewrites: Sequence[RewriteRecord], refusals: Sequence[Refusal]
+) -> tuple[RuleSummary, ...]:
+    """Sum records by rule, the rule that saves most first.
+
+    Args:
+        rewrites: the records of one optimized graph.
+        refusals: its refusals.
+
+    Example:
+        >>> by_rule([], [])
+        ()
+    """
+    names = dict.fromkeys([*(r.rule for r in rewrites), *(r.rule for r in refusals)])
+    rows = []
+    for name in names:
+        fired = [r for r in rewrites if r.rule == name]
+        rows.append(
+            RuleSummary(
+                rule=name,
+                fired=len(fired),
+                refused=sum(r.rule == name for r in refusals),
+                bytes_saved=sum(r.bytes_before - r.bytes_after for r in fired),
+                where=fold_text(
+                    "whole graph" if r.kind == "global" else r.site.module for r in fired
+                ),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (-row.bytes_saved, -row.fired, row.rule)))
+
+
+def by_reason(refusals: Sequence[Refusal]) -> tuple[RefusalSummary, ...]:
+    """Sum refusals by rule, reason and line of code, the nearest misses first.
+
+    Example:
+        >>> by_reason([])
+        ()
+    """
+    groups: dict[tuple[str, str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        key = (refusal.rule, refusal.reason, line_of(refusal.site))
+        groups.setdefault(key, []).append(refusal)
+    rows = [
+        RefusalSummary(
+            rule=rule,
+            reason=reason,
+            count=len(group),
+            where=fold_text(r.site.module for r in group),
+            line=line,
+            matched=max(r.matched for r in group),
+            total=group[0].total,
+        )
+        for (rule, reason, line), group in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.total - row.matched, row.rule, row.line)))
+
+
+def line_of(site: Site) -> str:
+    """The place as "file.py:12", "" where export left none.
+
+    Example:
+        >>> line_of(Site("mlp", "MLP", "models/mlp.py", 12, "return gelu(x)"))
+        'mlp.py:12'
+    """
+    return f"{PurePath(site.file).name}:{site.line}" if site.file else ""
+
+
+def rule_table(rows: Iterable[RuleSummary]) -> Table:
+    """The rules as a table: fired, refused, bytes saved, where."""
+    return Table(
+        header=("rule", "fired", "refused", "bytes saved", "where"),
+        rows=tuple(
+            (
+                row.rule,
+                str(row.fired),
+                str(row.refused),
+                size(row.bytes_saved) if row.bytes_saved else "-",
+                row.where,
+            )
+            for row in rows
+        ),
+        right=("fired", "refused", "bytes saved"),
+    )
+
+
+def reason_table(rows: Iterable[RefusalSummary]) -> Table:
+    """The refusals as a table: rule, how near it came, where, why."""
+    return Table(
+        header=("not fused", "ops", "where", "line", "why"),
+        rows=tuple(
+            (row.rule, f"{row.matched}/{row.total}", row.where, row.line or "-", row.reason)
+            for row in rows
+        ),
+        right=("ops",),
+    )
