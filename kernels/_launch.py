@@ -1,0 +1,169 @@
+"""What every launch needs: may Triton run, on which device, how the rows of a tensor lie."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+# The interpreter has no multiprocessors; small enough that tests see programs with several rows.
+INTERPRETER_SMS = 2
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether operators on this tensor launch Triton kernels.
+
+    True on CUDA if Triton is installed. On the CPU only when Triton's interpreter is asked for
+    (TRITON_INTERPRET=1, set before Triton is imported) and GRAPHOPT_TRITON_ON_CPU=1: that is how
+    kernels are tested without a GPU.
+
+    Example:
+        >>> use_triton(torch.ones(2))
+        False
+    """
+    if tensor.is_cuda:
+        return _has_triton()
+    return (
+        tensor.device.type == "cpu"
+        and os.environ.get("GRAPHOPT_TRITON_ON_CPU") == "1"
+        and os.environ.get("TRITON_INTERPRET") == "1"
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """A context in which the tensor's GPU is the current one, since Triton launches there.
+
+    Example:
+        >>> with on_device(torch.ones(2)):
+        ...     pass
+    """
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return _guard(tensor.device)
+
+
+@contextmanager
+def _guard(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device):
+        yield
+
+
+@functools.cache
+def _sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def sm_count(tensor: torch.Tensor) -> int:
+    """Number of multiprocessors of the tensor's GPU; a small constant on the CPU.
+
+    Example:
+        >>> sm_count(torch.ones(2))
+        2
+    """
+    return _sms(tensor.device.index) if tensor.is_cuda else INTERPRETER_SMS
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (1 for n < 2).
+
+    Example:
+        >>> next_power_of_2(1000), next_power_of_2(0)
+        (1024, 1)
+    """
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor seen as [count, cols], cols contiguous.
+
+    Args:
+        tensor: the tensor, or a contiguous copy of it.
+        count: rows, the product of all dimensions but the last.
+        cols: elements of the last dimension.
+        stride: elements from one row to the next; 0 if all rows are one.
+    """
+
+    tensor: torch.Tensor
+    count: int
+    cols: int
+    stride: int
+
+
+def row_view(tensor: torch.Tensor) -> Rows:
+    """See a tensor of any strides as rows, copying only if it must.
+
+    No copy if the last dimension is contiguous and the leading ones lie at one stride: slices of
+    columns, halves of a chunk, broadcast rows. Everything else is made contiguous. A tensor of no
+    dimension is one row of one element.
+
+    Example:
+        >>> half = torch.zeros(3, 8).chunk(2, dim=-1)[1]
+        >>> rows = row_view(half)
+        >>> rows.stride, rows.tensor is half
+        (8, True)
+    """
+    cols = tensor.shape[-1] if tensor.dim() else 1
+    count = tensor.numel() // cols if cols else 0
+    if tensor.is_contiguous():
+        return Rows(tensor, count, cols, cols)
+    stride = _row_stride(tensor)
+    if stride is None:
+        return Rows(tensor.contiguous(), count, cols, cols)
+    return Rows(tensor, count, cols, stride)
+
+
+def _row_stride(tensor: torch.Tensor) -> int | None:
+    """The one stride of all leading dimensions, or None if there is none."""
+    if tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
+        return None
+    stride: int | None = None  # of the innermost leading dimension longer than one
+    expected = 0
+    for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if stride is None:
+            stride = step
+        elif step != expected:
+            return None
+        expected = step * size
+    return tensor.shape[-1] if stride is None else stride
+
+
+@dataclass(frozen=True)
+class Config:
+    """One line of a launch table.
+
+    Args:
+        block: widest block of columns that the line serves (a power of two).
+        rows: rows a step.
+        warps: warps a program.
+        per_sm: programs a multiprocessor; 0 for one program a step.
+        stages: pipeline stages of the loop over steps.
+    """
+
+    block: int
+    rows: int
+    warps: int
+    per_sm: int
+    stages: int
+
+
+def pick(table: tuple[Config, ...], block: int) -> Config:
+    """The first line of a table, sorted by block, that serves a block; else the last.
+
+    Example:
+        >>> pick((Config(64, 8, 4, 0, 1), Config(1024, 1, 4, 0, 1)), 128).rows
+        1
+    """
+    return next((line for line in table if block <= line.block), table[-1])
