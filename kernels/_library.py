@@ -6,8 +6,8 @@ How a family file is laid out (see norm.py):
   Triton. ``kernels/_<family>_triton.py`` holds the ``@triton.jit`` functions and the launch
   functions with their heuristics; it imports Triton at its top, and the family file imports it
   inside the launch wrapper, so that ``import graphopt.kernels`` works without Triton and a GPU.
-- Triton helpers used by two families (random bits, activations) stand in ``_tl.py``; their
-  plain-torch twins in ``_philox.py`` and ``_activations.py``.
+- Triton helpers used by two families stand in ``_tl.py`` (random bits) and ``_tl_activations.py``;
+  their plain-torch twins in ``_philox.py`` and ``_activations.py``.
 - ``define`` registers: CUDA -> launch; every other device -> reference (or launch, in Triton's
   interpreter: ``_launch.use_triton``); Meta -> fake; Autograd -> one ``autograd.Function`` that is
   entered only if a gradient is needed.
