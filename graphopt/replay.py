@@ -1,0 +1,397 @@
+"""Run a captured graph by itself: forward and backward, in its own dtypes or in float64.
+
+Nothing here touches the model: parameters and buffers are read through detached leaves, gradients
+come from `torch.autograd.grad`, generators are forked. `verify` and the contract tests stand on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_map
+
+from graphopt.graph.body import copy_graph
+from graphopt.numerics import DOUBLE, to_float64
+
+SEED = 20_011
+"""Value of every `draw_seed` and of the forked generators, unless told otherwise."""
+
+
+def is_draw_seed(node: fx.Node) -> bool:
+    """Whether a node draws graphopt's seed of the forward."""
+    return str(node.target) == "graphopt.draw_seed.default"
+
+
+def dropout_arguments(node: fx.Node) -> list[tuple[str, int, float]]:
+    """The dropout probabilities that an op takes, as (argument name, position, value).
+
+    Only those in effect: an op with `train=False` drops nothing. Covers `aten.*dropout*`,
+    attention and recurrent layers with dropout, and graphopt's fused ops.
+
+    Example:
+        >>> g = fx.Graph(); x = g.placeholder("x")
+        >>> dropout_arguments(g.call_function(torch.ops.aten.dropout.default, (x, 0.1, True)))
+        [('p', 1, 0.1)]
+    """
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return []
+    own = "dropout" in schema.name.rpartition("::")[2]
+    values = {a.name: _argument(node, i, a) for i, a in enumerate(schema.arguments)}
+    if values.get("train") is False or values.get("training") is False:
+        return []
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.name in ("dropout_p", "dropout") or (own and argument.name == "p"):
+            p = values[argument.name]
+            if isinstance(p, (int, float)) and p > 0:
+                found.append((argument.name, i, float(p)))
+    return found
+
+
+def _argument(node: fx.Node, position: int, argument: Any) -> Any:
+    """A node's value for a schema argument, its default when not given."""
+    if argument.name in node.kwargs:
+        return node.kwargs[argument.name]
+    if position < len(node.args) and not argument.kwarg_only:
+        return node.args[position]
+    return argument.default_value
+
+
+def without_dropout(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph in which every dropout probability is zero.
+
+    Eager's dropout stream cannot be repeated by a fused kernel, so whole graphs are compared at
+    p = 0 (and their probabilities as literals).
+    """
+    copy = copy_graph(graph)
+    for node in copy.nodes:
+        for name, position, _ in dropout_arguments(node):
+            if name in node.kwargs:
+                node.kwargs = {**node.kwargs, name: 0.0}
+            else:
+                node.update_arg(position, 0.0)
+    return copy
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from torch's generator (a dropout of p = 0 does not)."""
+    tags = getattr(node.target, "tags", ())
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    only_dropout = "dropout" in schema.name or any("dropout" in a.name for a in schema.arguments)
+    return bool(dropout_arguments(node)) if only_dropout else True
+
+
+@contextlib.contextmanager
+def forked_rng(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of a device, and put their states back afterwards."""
+    devices = [device] if device.type not in ("cpu", "meta") else []
+    kind = device.type if devices else "cuda"
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Integer division and the like give torch's default dtype: float64 in a float64 run."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class State:
+    """The parameters, buffers and constants of a body as detached leaves.
+
+    Tied weights stay one leaf. Leaves share storage with the model (its values are read, never
+    written) unless they are cast.
+
+    Args:
+        attribute: gives the tensor of a `get_attr` target, as `Body.attribute`.
+        double: cast floating values to float64.
+    """
+
+    def __init__(self, attribute: Callable[[str], Any], *, double: bool = False) -> None:
+        self._attribute = attribute
+        self._double = double
+        self._leaves: dict[int, torch.Tensor] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
+
+    def __call__(self, target: str) -> Any:
+        """The leaf for a `get_attr` target; what is not a tensor is handed on."""
+        value = self._attribute(target)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._leaves:
+            leaf = as_leaf(value, double=self._double, needs_grad=value.requires_grad)
+            self._leaves[id(value)] = leaf
+            if leaf.requires_grad:
+                self.parameters[target] = leaf
+        return self._leaves[id(value)]
+
+
+def as_leaf(value: Any, *, double: bool = False, needs_grad: bool = True) -> Any:
+    """A detached copy of a tensor's identity that can collect a gradient; other values unchanged.
+
+    Args:
+        value: anything; only tensors are touched, and only floating ones cast or given gradients.
+        double: cast to float64.
+        needs_grad: whether the leaf requires a gradient (floating tensors only).
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    leaf = value.detach()
+    if double:
+        leaf = leaf.to(DOUBLE.get(leaf.dtype, leaf.dtype))
+    differentiable = leaf.is_floating_point() or leaf.is_complex()
+    return leaf.requires_grad_(True) if needs_grad and differentiable else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What a run is asked to hold on to, and what to call when it does.
+
+    Attributes:
+        names: nodes whose values are handed to `met`.
+        met: called with (name, value) as soon as the value exists.
+    """
+
+    names: Collection[str]
+    met: Callable[[str, Any], None]
+
+
+def run(
+    graph: fx.Graph,
+    state: Callable[[str], Any],
+    inputs: Sequence[Any],
+    *,
+    given: Mapping[str, Any] | None = None,
+    drawn: dict[str, Any] | None = None,
+    seed: int = SEED,
+    watch: Watch | None = None,
+    autocast: Mapping[str, torch.dtype] | None = None,
+) -> tuple[Any, ...]:
+    """Run a graph node by node, dropping each value after its last use.
+
+    Args:
+        graph: placeholders, `get_attr`, `call_function`, and an output that is one flat tuple.
+        state: the value of a `get_attr` target.
+        inputs: one value per placeholder.
+        given: values to take, by node name, in place of running a node (random draws).
+        drawn: filled with the values of the nodes that draw from torch's generator.
+        seed: value of `graphopt.draw_seed`.
+        watch: values to hand out on the way.
+        autocast: ambient dtype by device type, for a graph in which it is not yet written out.
+            Nodes marked as standing in an inner autocast region run as that region says.
+
+    Returns:
+        The flat outputs.
+
+    Raises:
+        ValueError: when the number of inputs is not the number of placeholders.
+    """
+    with contextlib.ExitStack() as ambient:
+        for kind, dtype in (autocast or {}).items():
+            ambient.enter_context(torch.autocast(kind, dtype))
+        return _run(graph, state, inputs, given, drawn, seed, watch, dict(autocast or {}))
+
+
+def _run(
+    graph: fx.Graph,
+    state: Callable[[str], Any],
+    inputs: Sequence[Any],
+    given: Mapping[str, Any] | None,
+    drawn: dict[str, Any] | None,
+    seed: int,
+    watch: Watch | None,
+    autocast: Mapping[str, torch.dtype],
+) -> tuple[Any, ...]:
+    last = _last_uses(graph)
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "output":
+            return _flat(map_aggregate(node.args[0], lambda a: _load(env, a)))
+        if node.op == "placeholder":
+            try:
+                env[node] = next(feed)
+            except StopIteration:
+                raise ValueError(f"no value for the input {node.name}") from None
+        elif given is not None and node.name in given:
+            env[node] = given[node.name]
+        elif node.op == "get_attr":
+            env[node] = state(str(node.target))
+        elif is_draw_seed(node):
+            env[node] = torch.tensor(seed, dtype=torch.int64, device=node.args[0])  # type: ignore[arg-type]
+        else:
+            args = map_aggregate(node.args, lambda a: _load(env, a))
+            kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
+            with _inner_autocast(node, autocast):
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+            if drawn is not None and is_random(node):
+                drawn[node.name] = tree_map(_detached, env[node])
+        if watch is not None and node.name in watch.names:
+            watch.met(node.name, env[node])
+        for dead in last.get(node, ()):
+            env.pop(dead, None)
+    raise ValueError("the graph has no output node")
+
+
+def _inner_autocast(
+    node: fx.Node, ambient: Mapping[str, torch.dtype]
+) -> contextlib.AbstractContextManager[Any]:
+    """The autocast region that a node's marks put it in, where that is not the ambient one."""
+    if not ambient:
+        return contextlib.nullcontext()
+    kind = next(iter(ambient))
+    if node.meta.get("graphopt_precision_fixed"):
+        return torch.autocast(kind, enabled=False)
+    inner = node.meta.get("graphopt_autocast")
+    return contextlib.nullcontext() if inner is None else torch.autocast(kind, inner)
+
+
+def _load(env: Mapping[fx.Node, Any], a: Any) -> Any:
+    return env[a] if isinstance(a, fx.Node) else a
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing needs after it."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in (*node.all_input_nodes, node):
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last
+
+
+@dataclasses.dataclass
+class Step:
+    """The values of one forward and backward.
+
+    Attributes:
+        tensors: "output/<i>" and "grad/<name>" to detached tensors (None for no gradient).
+        upstream: the gradients that were sent in, by output index, for the next run to repeat.
+        drawn: values of nodes that drew from torch's generator.
+    """
+
+    tensors: dict[str, torch.Tensor | None]
+    upstream: dict[int, torch.Tensor]
+    drawn: dict[str, Any]
+
+
+def step(
+    graph: fx.Graph,
+    attribute: Callable[[str], Any],
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    *,
+    backward: bool = True,
+    double: bool = False,
+    like: Step | None = None,
+    outputs: Sequence[int] | None = None,
+    needs_grad: Sequence[bool] | None = None,
+    seed: int = SEED,
+    autocast: Mapping[str, torch.dtype] | None = None,
+) -> Step:
+    """Run a graph forward and backward from random upstream gradients.
+
+    Args:
+        graph: the graph; with `double` it is rewritten by `to_float64` first.
+        attribute: gives the tensor of a `get_attr` target.
+        inputs: one value per placeholder.
+        names: what to call the inputs' gradients, one per placeholder.
+        backward: whether to differentiate.
+        double: run in float64.
+        like: an earlier step whose upstream gradients and random draws are repeated.
+        outputs: which outputs take part in the backward pass; all when None.
+        needs_grad: which inputs get a gradient; every floating one when None.
+        seed: for `draw_seed`, torch's generator and the upstream gradients.
+        autocast: as for `run`; of no effect in float64.
+
+    Returns:
+        Outputs and gradients by name: a parameter's under its `get_attr` target.
+    """
+    device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    state = State(attribute, double=double)
+    wanted = [True] * len(inputs) if needs_grad is None else needs_grad
+    leaves = [as_leaf(v, double=double, needs_grad=backward and w) for v, w in zip(inputs, wanted)]
+    drawn: dict[str, Any] = {}
+    given = None if like is None else tree_map(lambda v: _cast(v, double), like.drawn)
+    dtype = torch.float64 if double else torch.get_default_dtype()
+    with forked_rng(seed, device), _default_dtype(dtype), torch.set_grad_enabled(backward):
+        flat = run(
+            to_float64(graph) if double else graph,
+            state,
+            leaves,
+            given=given,
+            drawn=drawn,
+            seed=seed,
+            autocast=None if double else autocast,
+        )
+    tensors: dict[str, torch.Tensor | None] = {
+        f"output/{i}": y.detach() for i, y in enumerate(flat) if isinstance(y, torch.Tensor)
+    }
+    upstream = dict(like.upstream) if like is not None else {}
+    if backward:
+        wrt = {f"grad/{n}": t for n, t in zip(names, leaves) if _wants_grad(t)}
+        wrt.update({f"grad/{n}": t for n, t in state.parameters.items()})
+        chosen = range(len(flat)) if outputs is None else outputs
+        tensors.update(_gradients({i: flat[i] for i in chosen}, wrt, upstream, seed))
+    return Step(tensors, upstream, drawn if like is None else like.drawn)
+
+
+def _cast(value: Any, double: bool) -> Any:
+    if double and isinstance(value, torch.Tensor):
+        return value.to(DOUBLE.get(value.dtype, value.dtype))
+    return value
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _gradients(
+    outputs: Mapping[int, Any],
+    wrt: Mapping[str, torch.Tensor],
+    upstream: dict[int, torch.Tensor],
+    seed: int,
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of `wrt`; fills `upstream` for the outputs that it does not hold yet."""
+    roots = {i: y for i, y in outputs.items() if _wants_grad(y)}
+    for i, y in roots.items():
+        if i not in upstream:
+            upstream[i] = _random_like(y, seed + i)
+    if not roots or not wrt:
+        return dict.fromkeys(wrt)
+    sent = [upstream[i].to(device=y.device, dtype=y.dtype) for i, y in roots.items()]
+    found = torch.autograd.grad(
+        list(roots.values()), list(wrt.values()), sent, allow_unused=True
+    )
+    return dict(zip(wrt, found))
+
+
+def _random_like(y: torch.Tensor, seed: int) -> torch.Tensor:
+    """A random tensor of a value's shape and dtype; the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)

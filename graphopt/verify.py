@@ -1,0 +1,523 @@
+"""Prove an optimized graph: each rewrite alone against what it replaced, then the whole step.
+
+Every record of a rewrite holds the subgraph before and after. Both run on the values that the
+captured graph meets there, forward and backward, in their own dtypes and in float64:
+
+- in float64 the two must agree to 1e-9: a wrong formula, constant or axis shows there, whatever
+  the precision of the model;
+- in their own dtypes graphopt must keep the error contract (graphopt.numerics) beside eager.
+
+The model is not touched: its parameters are read, never written, and generators are put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.errors import VerifyError
+from graphopt.graph.body import Body
+from graphopt.graph.record import RewriteRecord, Site
+from graphopt.numerics import Comparison, compare
+from graphopt.replay import SEED, Step, Watch, dropout_arguments, forked_rng, run, step, without_dropout
+
+AGREEMENT = 1e-9
+"""Greatest relative L2 difference, in float64, between a subgraph and what replaced it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The verdict on one rewrite, or on the whole step.
+
+    Attributes:
+        ordinal: the rewrite's, -1 for the whole.
+        rule: the rule's name, "the whole step" for the whole.
+        pass_name: the pass that did it.
+        kind: "local", "global" or "whole".
+        site: module path and file:line.
+        status: "right", "wrong" or "unchecked".
+        reason: why it is wrong or could not be checked, "" when right.
+        agreement: greatest relative difference of the two in float64, None when not run.
+        comparison: the errors of each tensor beside eager's, None when not run.
+    """
+
+    ordinal: int
+    rule: str
+    pass_name: str
+    kind: str
+    site: Site
+    status: str
+    reason: str = ""
+    agreement: float | None = None
+    comparison: Comparison | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the rewrite was checked and found right."""
+        return self.status == "right"
+
+    def __str__(self) -> str:
+        """One phrase that names the rewrite and its place."""
+        if self.kind == "whole":
+            return self.rule
+        return f"rewrite #{self.ordinal} {self.rule} at {self.site}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        skip = ("site", "comparison")
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skip}
+        comparison = None if self.comparison is None else self.comparison.to_dict()
+        return {**data, "site": self.site.to_dict(), "comparison": comparison}
+
+    def row(self) -> str:
+        """One line of a table: the errors of the worst tensor."""
+        worst = None if self.comparison is None else self.comparison.worst
+        numbers = " " * 39
+        if worst is not None:
+            numbers = (
+                f"{worst.eager:9.2e} {worst.optimized:9.2e} {worst.difference:9.2e} {worst.ratio:9.2f}"
+            )
+        agreement = "        -" if self.agreement is None else f"{self.agreement:9.1e}"
+        number = "" if self.kind == "whole" else str(self.ordinal)
+        status = self.status if self.passed else f"{self.status.upper()}: {self.reason}"
+        return f"{number:>4} {self.rule[:24]:24s} {_short(self.site):38s} {numbers} {agreement}  {status}"
+
+
+def _short(site: Site) -> str:
+    place = f"{site.file.rsplit('/', 1)[-1]}:{site.line}" if site.file else ""
+    room = 37 - len(place)
+    return f"{site.module[-room:] if room > 0 else ''} {place}".strip()
+
+
+_HEAD = (
+    f"{'#':>4} {'rule':24s} {'where':38s} {'eager':>9s} {'graphopt':>9s} "
+    f"{'between':>9s} {'ratio':>9s} {'float64':>9s}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyResult:
+    """What `verify` found.
+
+    Attributes:
+        checks: one per rewrite, in ordinal order.
+        whole: the captured graph against the optimized one: outputs and every gradient.
+        notes: what was compared under a condition (dropout at p = 0, say).
+    """
+
+    checks: tuple[Check, ...]
+    whole: Check
+    notes: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[Check, ...]:
+        """The rewrites in order, then the whole step."""
+        return (*self.checks, self.whole)
+
+    @property
+    def wrong(self) -> tuple[Check, ...]:
+        """What was checked and found wrong, in order."""
+        return tuple(c for c in self.all if c.status == "wrong")
+
+    @property
+    def unchecked(self) -> tuple[Check, ...]:
+        """What could not be checked, in order."""
+        return tuple(c for c in self.all if c.status == "unchecked")
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything was checked and everything is right."""
+        return all(c.passed for c in self.all)
+
+    def check(self) -> VerifyResult:
+        """Give the result back when it passed.
+
+        Raises:
+            VerifyError: naming the first wrong rewrite (rule, ordinal, module path, file:line), or,
+                when none is wrong, the first that could not be checked.
+        """
+        if self.passed:
+            return self
+        bad = (*self.wrong, *self.unchecked)
+        first, more = bad[0], len(bad) - 1
+        what = "is wrong" if first.status == "wrong" else "could not be checked"
+        tail = f" ({more} more like it in the result)" if more else ""
+        cure = "print the result for the table of errors"
+        if first.kind == "local":
+            cure = f"max_rewrites={first.ordinal} stops before it; rules='default,-{first.rule}' leaves it out"
+        code = f"    {first.site.code}" if first.site.code else ""
+        at = None
+        if first.kind == "local":
+            at = f"{first.site.module or 'the root module'}, {first.site.file}:{first.site.line}{code}"
+        raise VerifyError(f"{first} {what}{tail}", at=at, why=first.reason, try_=cure)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "passed": self.passed,
+            "checks": [c.to_dict() for c in self.checks],
+            "whole": self.whole.to_dict(),
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        """A table: what is wrong first, then the rewrites in order, then the whole step."""
+        bad = [c for c in self.checks if not c.passed]
+        good = [c for c in self.checks if c.passed]
+        lines = [_HEAD, *(c.row() for c in bad[:20]), *(c.row() for c in good[:20])]
+        hidden = max(len(bad) - 20, 0) + max(len(good) - 20, 0)
+        if hidden:
+            lines.append(f"     ... and {hidden} more")
+        lines.append(self.whole.row())
+        lines.extend(f"note: {n}" for n in self.notes)
+        verdict = "every rewrite and the whole step are inside the contract"
+        if not self.passed:
+            verdict = f"{len(self.wrong)} wrong, {len(self.unchecked)} unchecked"
+        lines.append(f"{len(self.checks)} rewrites: {verdict}")
+        return "\n".join(lines)
+
+
+def verify_body(
+    captured: Body,
+    optimized: fx.Graph,
+    records: Sequence[RewriteRecord],
+    inputs: Sequence[Any],
+    *,
+    backward: bool | None = None,
+    seed: int = SEED,
+) -> VerifyResult:
+    """Check every record of a pipeline run, and the whole graph before and after.
+
+    Args:
+        captured: the body before the passes.
+        optimized: the graph after them.
+        records: what the passes did, in ordinal order, each with its two graphs.
+        inputs: one value per placeholder of the body.
+        backward: whether gradients are compared too; as the body was captured when None.
+        seed: for dropout seeds, generators and the upstream gradients.
+
+    Returns:
+        The verdicts; call `.check()` to raise on a bad one.
+    """
+    prover = _Prover(captured, list(inputs), captured.grad if backward is None else backward, seed)
+    graph, pending = captured.graph, list[RewriteRecord]()
+    for record in sorted(records, key=lambda r: r.ordinal):
+        if record.kind == "local":
+            pending.append(record)
+            continue
+        prover.check_local(graph, pending)
+        prover.check_global(record)
+        graph, pending = record.replacement or graph, []
+    prover.check_local(graph, pending)
+    whole = prover.check_whole(captured.graph, optimized)
+    checks = sorted(prover.checks, key=lambda c: c.ordinal)
+    return VerifyResult(tuple(checks), whole, tuple(prover.notes))
+
+
+class _Prover:
+    """Runs graphs of one body on one set of inputs and collects the verdicts."""
+
+    def __init__(self, body: Body, inputs: list[Any], backward: bool, seed: int) -> None:
+        self.body = body
+        self.inputs = inputs
+        self.names = [p.name for p in body.placeholders]
+        self.backward = backward
+        self.seed = seed
+        self.ambient = bool(body.autocast)
+        self.checks: list[Check] = []
+        self.notes: list[str] = []
+        self._steps: collections.OrderedDict[tuple[str, bool, bool], Step] = collections.OrderedDict()
+        self._base: Step | None = None
+
+    # -- local records: on the values met in a replay ------------------------------------------
+
+    def check_local(self, graph: fx.Graph, records: Sequence[RewriteRecord]) -> None:
+        """Replay a graph and check each record as soon as its inputs are there."""
+        if not records:
+            return
+        replay = _Values(self, records, _requiring_grad(graph, self.body))
+        try:
+            with forked_rng(self.seed, self.body.device), torch.no_grad():
+                run(
+                    graph,
+                    self.body.attribute,
+                    self.inputs,
+                    seed=self.seed,
+                    watch=Watch(replay.wanted, replay.met),
+                    autocast=self.body.autocast if self.ambient else None,
+                )
+        except Exception as error:  # whatever an op raises is told in the verdicts
+            replay.give_up(f"the replay of the graph failed: {_first_line(error)}")
+        replay.give_up("its inputs are not among the values of the replayed graph")
+
+    def check_record(
+        self, record: RewriteRecord, values: Sequence[Any], needs_grad: Sequence[bool]
+    ) -> tuple[Any, ...]:
+        """Check one local record; gives the values of its outputs, as eager has them."""
+        if record.reference is None or record.replacement is None:
+            self._unchecked(record, "the record holds no subgraphs")
+            return ()
+        backward = self.backward and any(needs_grad)
+        try:
+            before, after = record.reference, record.replacement
+            if _drops_unseeded(before) or _drops_unseeded(after):
+                before, after = self._at_rest(record, before, after)
+            steps = _Steps.of(
+                before, after, self.body, values, record.inputs, backward, self.seed, needs_grad
+            )
+            found = steps.verdict(self._changed_dropout(record), mean_counts=False)
+        except Exception as error:  # whatever an op raises is told in the verdict
+            self._unchecked(record, f"it failed to run alone: {_first_line(error)}")
+            return ()
+        self.checks.append(_check_of(record, *found))
+        return tuple(steps.eager.tensors.get(f"output/{i}") for i in range(len(record.outputs)))
+
+    # -- whole graphs ----------------------------------------------------------------------------
+
+    def check_global(self, record: RewriteRecord) -> None:
+        """Check a pass that rewrote the whole graph, graph before against graph after."""
+        if record.reference is None or record.replacement is None:
+            self._unchecked(record, "the record holds no graphs")
+            return
+        writes_autocast = self.ambient and record.rule == "materialize_autocast"
+        try:
+            before, after = self._at_rest(record, record.reference, record.replacement)
+            steps = _Steps(
+                self._step(before), self._step(after, ambient=self.ambient and not writes_autocast),
+                self._step(before, double=True), self._step(after, double=True),
+            )
+            found = steps.verdict(self._changed_dropout(record), mean_counts=True)
+            self.checks.append(_check_of(record, *found))
+        except Exception as error:  # whatever an op raises is told in the verdict
+            self._unchecked(record, f"a whole graph failed to run: {_first_line(error)}")
+        self.ambient = self.ambient and not writes_autocast
+
+    def check_whole(self, before: fx.Graph, after: fx.Graph) -> Check:
+        """Check the captured graph against the optimized one."""
+        name = {"ordinal": -1, "rule": "the whole step", "pass_name": "", "kind": "whole", "site": Site()}
+        try:
+            before, after = without_dropout(before), without_dropout(after)
+            steps = _Steps(
+                self._step(before, ambient=bool(self.body.autocast)), self._step(after, ambient=False),
+                self._step(before, double=True), self._step(after, double=True),
+            )
+            status, reason, agreement, comparison = steps.verdict(None, mean_counts=True)
+        except Exception as error:  # whatever an op raises is told in the verdict
+            return Check(**name, status="unchecked", reason=f"failed to run: {_first_line(error)}")  # type: ignore[arg-type]
+        return Check(
+            **name, status=status, reason=reason, agreement=agreement, comparison=comparison  # type: ignore[arg-type]
+        )
+
+    def _step(self, graph: fx.Graph, *, double: bool = False, ambient: bool | None = None) -> Step:
+        """One step of a whole graph, repeated from memory when its text was just run."""
+        ambient = self.ambient if ambient is None else ambient
+        key = (str(graph), double, ambient)
+        if key not in self._steps:
+            if len(self._steps) >= 4:  # before, after, each twice: what the next record may reuse
+                self._steps.popitem(last=False)
+            self._steps[key] = step(
+                graph, self.body.attribute, self.inputs, self.names,
+                backward=self.backward, double=double, like=self._base, seed=self.seed,
+                outputs=range(self.body.user_outputs),
+                autocast=self.body.autocast if ambient else None,
+            )
+        self._steps.move_to_end(key)
+        if self._base is None:
+            self._base = self._steps[key]
+        return self._steps[key]
+
+    # -- dropout ---------------------------------------------------------------------------------
+
+    def _at_rest(
+        self, record: RewriteRecord, before: fx.Graph, after: fx.Graph
+    ) -> tuple[fx.Graph, fx.Graph]:
+        """Both graphs at p = 0, with a note when that changed something."""
+        if _probabilities(before) or _probabilities(after):
+            where = "whole graphs" if record.kind == "global" else f"rewrite #{record.ordinal}"
+            note = f"{where}: compared at dropout p = 0; the probabilities are compared as literals"
+            if note not in self.notes:
+                self.notes.append(note)
+        return without_dropout(before), without_dropout(after)
+
+    def _changed_dropout(self, record: RewriteRecord) -> str | None:
+        """What is wrong with the dropout probabilities of a rewrite."""
+        before, after = _probabilities(record.reference), _probabilities(record.replacement)
+        if before == after:
+            return None
+        return f"dropout probabilities {sorted(before.elements())} became {sorted(after.elements())}"
+
+    def _unchecked(self, record: RewriteRecord, reason: str) -> None:
+        self.checks.append(_check_of(record, "unchecked", reason, None, None))
+
+
+@dataclasses.dataclass
+class _Steps:
+    """The four runs that a verdict rests on."""
+
+    eager: Step
+    optimized: Step
+    eager64: Step
+    optimized64: Step
+
+    @staticmethod
+    def of(
+        before: fx.Graph,
+        after: fx.Graph,
+        body: Body,
+        values: Sequence[Any],
+        names: Sequence[str],
+        backward: bool,
+        seed: int,
+        needs_grad: Sequence[bool],
+    ) -> _Steps:
+        """Run two small graphs on given values; the first one's random numbers serve all."""
+
+        def go(graph: fx.Graph, double: bool, like: Step | None) -> Step:
+            return step(
+                graph, body.attribute, values, names,
+                backward=backward, double=double, like=like, seed=seed, needs_grad=needs_grad,
+            )
+
+        eager = go(before, False, None)
+        return _Steps(eager, go(after, False, eager), go(before, True, eager), go(after, True, eager))
+
+    def verdict(
+        self, broken: str | None, *, mean_counts: bool
+    ) -> tuple[str, str, float | None, Comparison]:
+        """Status, reason, agreement in float64, and the comparison by the contract."""
+        comparison = compare(
+            self.eager.tensors, self.optimized.tensors, self.eager64.tensors, mean_counts=mean_counts
+        )
+        agreement, where = _agreement(self.eager64.tensors, self.optimized64.tensors)
+        reasons = [broken] if broken else []
+        if not agreement <= AGREEMENT:
+            reasons.append(
+                f"in float64 {where} differs by {agreement:.1e} from what was replaced, "
+                f"at most {AGREEMENT:.0e} allowed"
+            )
+        reasons.extend(comparison.reasons)
+        return ("wrong" if reasons else "right"), "; ".join(reasons[:3]), agreement, comparison
+
+
+def _agreement(
+    before: Mapping[str, torch.Tensor | None], after: Mapping[str, torch.Tensor | None]
+) -> tuple[float, str]:
+    """Greatest relative difference of two float64 runs, and the tensor where it stands."""
+    found = compare(before, after, before, mean_counts=False)
+    worst, name = 0.0, ""
+    for t in found.tensors:
+        far = t.difference if t.passed or t.optimized > 0 else float("inf")
+        if far > worst:
+            worst, name = far, t.name
+    return worst, name
+
+
+class _Values:
+    """Values met in a replay, kept while a record still waits for them."""
+
+    def __init__(
+        self, prover: _Prover, records: Sequence[RewriteRecord], requiring: set[str]
+    ) -> None:
+        self.prover = prover
+        self.waiting = {r.ordinal: r for r in records}
+        self.requiring = requiring
+        self.readers: dict[str, list[RewriteRecord]] = collections.defaultdict(list)
+        for record in records:
+            for name in dict.fromkeys(record.inputs):
+                self.readers[name].append(record)
+        self.values: dict[str, Any] = {}
+
+    @property
+    def wanted(self) -> set[str]:
+        """Names that some record reads."""
+        return set(self.readers)
+
+    def met(self, name: str, value: Any) -> None:
+        """Take a value, and check every record that it completes."""
+        if name in self.values or name not in self.readers:
+            return
+        self.values[name] = value
+        for record in list(self.readers[name]):
+            if record.ordinal in self.waiting and all(i in self.values for i in record.inputs):
+                self._check(record)
+
+    def _check(self, record: RewriteRecord) -> None:
+        del self.waiting[record.ordinal]
+        values = [self.values[i] for i in record.inputs]
+        needs = [i in self.requiring for i in record.inputs]
+        made = self.prover.check_record(record, values, needs)
+        for name in dict.fromkeys(record.inputs):
+            self.readers[name].remove(record)
+            if not self.readers[name]:
+                self.values.pop(name)
+        for old, new, value in zip(record.outputs, record.new_outputs, made):
+            if old in self.requiring:
+                self.requiring.add(new)
+            self.met(new, value)
+
+    def give_up(self, reason: str) -> None:
+        """Tell of every record that still waits."""
+        for record in self.waiting.values():
+            self.prover._unchecked(record, reason)
+        self.waiting.clear()
+
+
+def _requiring_grad(graph: fx.Graph, body: Body) -> set[str]:
+    """Names of the values that a gradient flows into, by the graph alone.
+
+    Every floating input counts, so that the gradients that a caller may ask for are checked too.
+    """
+    found: set[str] = set()
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex()):
+            continue
+        if node.op == "placeholder":
+            found.add(node.name)
+        elif node.op == "get_attr":
+            value = body.attribute(str(node.target))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                found.add(node.name)
+        elif node.op == "call_function" and "detach" not in str(node.target):
+            if any(a.name in found for a in node.all_input_nodes):
+                found.add(node.name)
+    return found
+
+
+def _probabilities(graph: fx.Graph | None) -> collections.Counter[float]:
+    """The dropout probabilities in effect in a graph, dead nodes left out."""
+    found: collections.Counter[float] = collections.Counter()
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes) if graph is not None else ():
+        if node.op == "output" or node in live:
+            live.update(node.all_input_nodes)
+            found.update(p for _, _, p in dropout_arguments(node))
+    return found
+
+
+def _drops_unseeded(graph: fx.Graph) -> bool:
+    """Whether a graph drops by torch's generator rather than by a seed value."""
+    return any(dropout_arguments(n) and not str(n.target).startswith("graphopt.") for n in graph.nodes)
+
+
+def _check_of(
+    record: RewriteRecord,
+    status: str,
+    reason: str,
+    agreement: float | None,
+    comparison: Comparison | None,
+) -> Check:
+    return Check(
+        record.ordinal, record.rule, record.pass_name, record.kind, record.site,
+        status, reason, agreement, comparison,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
