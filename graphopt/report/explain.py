@@ -1,0 +1,147 @@
+"""The dry run: what graphopt would rewrite in a model, what it would not, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.cost.ops import nodes_cost
+from graphopt.graph.record import Refusal, RewriteRecord
+from graphopt.passes.pipeline import PipelineResult, graph_size
+from graphopt.report.rules import (
+    RefusalSummary,
+    RuleSummary,
+    by_reason,
+    by_rule,
+    reason_table,
+    rule_table,
+)
+from graphopt.report.table import Table, size
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "bool",
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What one captured forward of a model would become. Its repr is the table.
+
+    Attributes:
+        model: class name of the model.
+        mode: "train" or "eval".
+        inputs: one text per tensor input, "input_ids: i64[2, 64]".
+        nodes_before: ops in the captured graph.
+        nodes_after: ops in the optimized graph.
+        bytes_before: bytes that the captured graph reads and writes, each op run as a kernel.
+        bytes_after: the same for the optimized graph.
+        seconds: how long capture and passes took.
+        rules: what each rule did, the greatest saving first.
+        refused: the near misses by reason and line of code, the nearest first.
+        rewrites: the records behind `rules`.
+        refusals: the records behind `refused`.
+        stages: (pass, ops after it, seconds) in the order in which the passes ran.
+    """
+
+    model: str
+    mode: str
+    inputs: tuple[str, ...]
+    nodes_before: int
+    nodes_after: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    rules: tuple[RuleSummary, ...]
+    refused: tuple[RefusalSummary, ...]
+    rewrites: tuple[RewriteRecord, ...]
+    refusals: tuple[Refusal, ...]
+    stages: tuple[tuple[str, int, float], ...]
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        result: PipelineResult,
+        seconds: float,
+    ) -> Explanation:
+        """Sum up what the passes did to one captured forward.
+
+        Args:
+            model: the source model, for its class name.
+            result: what `run_pipeline` returned.
+            seconds: what capture and passes took together.
+        """
+        before, after = result.captured, result.body
+        return cls(
+            model=type(model).__name__,
+            mode="train" if before.training else "eval",
+            inputs=tuple(map(_input_text, before.placeholders)),
+            nodes_before=graph_size(before.graph),
+            nodes_after=graph_size(after.graph),
+            bytes_before=nodes_cost(before.graph.nodes).bytes,
+            bytes_after=nodes_cost(after.graph.nodes).bytes,
+            seconds=seconds,
+            rules=by_rule(result.rewrites, result.refusals),
+            refused=by_reason(result.refusals),
+            rewrites=tuple(result.rewrites),
+            refusals=tuple(result.refusals),
+            stages=tuple((s.name, s.nodes, s.seconds) for s in result.stages),
+        )
+
+    @property
+    def headline(self) -> str:
+        """One line: the model, its inputs, ops and bytes before and after."""
+        less = 1 - self.bytes_after / self.bytes_before if self.bytes_before else 0.0
+        return (
+            f"{self.model}  {self.mode}  {', '.join(self.inputs)}   "
+            f"{self.nodes_before} ops -> {self.nodes_after}   "
+            f"{size(self.bytes_before)} moved -> {size(self.bytes_after)} ({-100 * less:+.0f}%)   "
+            f"{self.seconds:.1f} s"
+        )
+
+    @property
+    def closing(self) -> str:
+        """What the numbers mean and what to do next."""
+        return (
+            "Bytes are counted, not measured: forward only, an op reads its inputs, writes its "
+            "results once.\nnext: opt = graphopt.optimize(model, inputs); "
+            "graphopt.verify(opt, inputs)"
+        )
+
+    def tables(self) -> list[Table]:
+        """The table of rules and, where something was refused, that of reasons."""
+        fired = [row for row in self.rules if row.fired]
+        tables = [rule_table(fired)] if fired else []
+        return tables + ([reason_table(self.refused)] if self.refused else [])
+
+    def __repr__(self) -> str:
+        """The tables as plain text."""
+        return "\n\n".join([self.headline, *map(str, self.tables()), self.closing])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        nested = ("rules", "refused", "rewrites", "refusals")
+        data = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in nested
+        }
+        return {**data, **{name: [r.to_dict() for r in getattr(self, name)] for name in nested}}
+
+
+def _input_text(node: fx.Node) -> str:
+    """A placeholder as "name: f32[2, 64]"."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return f"{node.name}: {value}"
+    dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    return f"{node.name}: {dtype}[{', '.join(map(str, value.shape))}]"
