@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
-from graphopt.graph.body import copy_graph
+from graphopt.graph.body import CONSTANTS, copy_graph
 from graphopt.numerics import DOUBLE, to_float64
 
 SEED = 20_011
@@ -273,6 +273,37 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def constant_values(graph: fx.Graph, attribute: Callable[[str], Any]) -> dict[str, torch.Tensor]:
+    """Floating values that depend on no input and no state, each computed in its own dtype.
+
+    A rotary table that a pass folds into a constant carries float32's rounding. Where two graphs
+    are to agree in float64 both must carry it: hand these to `step` as `given`.
+
+    Args:
+        graph: the graph.
+        attribute: gives the tensor of a `get_attr` target; only lifted constants are read.
+    """
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and str(node.target).startswith(CONSTANTS + "."):
+            env[node] = attribute(str(node.target)).detach()
+        elif node.op == "call_function" and not _draws(node):
+            if all(source in env for source in node.all_input_nodes):
+                args = map_aggregate(node.args, lambda a: _load(env, a))
+                kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
+                with torch.no_grad():
+                    env[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+    return {
+        node.name: value
+        for node, value in env.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+
+
+def _draws(node: fx.Node) -> bool:
+    return is_draw_seed(node) or is_random(node)
+
+
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nothing needs after it."""
     seen: set[fx.Node] = set()
@@ -309,6 +340,7 @@ def step(
     backward: bool = True,
     double: bool = False,
     like: Step | None = None,
+    given: Mapping[str, Any] | None = None,
     outputs: Sequence[int] | None = None,
     needs_grad: Sequence[bool] | None = None,
     seed: int = SEED,
@@ -324,6 +356,7 @@ def step(
         backward: whether to differentiate.
         double: run in float64.
         like: an earlier step whose upstream gradients and random draws are repeated.
+        given: values to take, by node name, in place of running a node.
         outputs: which outputs take part in the backward pass; all when None.
         needs_grad: which inputs get a gradient; every floating one when None.
         seed: for `draw_seed`, torch's generator and the upstream gradients.
@@ -337,14 +370,15 @@ def step(
     wanted = [True] * len(inputs) if needs_grad is None else needs_grad
     leaves = [as_leaf(v, double=double, needs_grad=backward and w) for v, w in zip(inputs, wanted)]
     drawn: dict[str, Any] = {}
-    given = None if like is None else tree_map(lambda v: _cast(v, double), like.drawn)
+    fixed = {**(given or {}), **({} if like is None else like.drawn)}
+    fixed = {k: tree_map(lambda v: _cast(v, double), v) for k, v in fixed.items()}
     dtype = torch.float64 if double else torch.get_default_dtype()
     with forked_rng(seed, device), _default_dtype(dtype), torch.set_grad_enabled(backward):
         flat = run(
             to_float64(graph) if double else graph,
             state,
             leaves,
-            given=given,
+            given=fixed,
             drawn=drawn,
             seed=seed,
             autocast=None if double else autocast,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,17 @@ from graphopt.errors import VerifyError
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord, Site
 from graphopt.numerics import Comparison, compare
-from graphopt.replay import SEED, Step, Watch, dropout_arguments, forked_rng, run, step, without_dropout
+from graphopt.replay import (
+    SEED,
+    Step,
+    Watch,
+    constant_values,
+    dropout_arguments,
+    forked_rng,
+    run,
+    step,
+    without_dropout,
+)
 
 AGREEMENT = 1e-9
 """Greatest relative L2 difference, in float64, between a subgraph and what replaced it."""
@@ -184,7 +194,7 @@ class VerifyResult:
 
 def verify_body(
     captured: Body,
-    optimized: fx.Graph,
+    optimized: Body,
     records: Sequence[RewriteRecord],
     inputs: Sequence[Any],
     *,
@@ -195,7 +205,7 @@ def verify_body(
 
     Args:
         captured: the body before the passes.
-        optimized: the graph after them.
+        optimized: the body after them.
         records: what the passes did, in ordinal order, each with its two graphs.
         inputs: one value per placeholder of the body.
         backward: whether gradients are compared too; as the body was captured when None.
@@ -204,7 +214,8 @@ def verify_body(
     Returns:
         The verdicts; call `.check()` to raise on a bad one.
     """
-    prover = _Prover(captured, list(inputs), captured.grad if backward is None else backward, seed)
+    backward = captured.grad if backward is None else backward
+    prover = _Prover(captured, optimized, list(inputs), backward, seed)
     graph, pending = captured.graph, list[RewriteRecord]()
     for record in sorted(records, key=lambda r: r.ordinal):
         if record.kind == "local":
@@ -214,7 +225,7 @@ def verify_body(
         prover.check_global(record)
         graph, pending = record.replacement or graph, []
     prover.check_local(graph, pending)
-    whole = prover.check_whole(captured.graph, optimized)
+    whole = prover.check_whole()
     checks = sorted(prover.checks, key=lambda c: c.ordinal)
     return VerifyResult(tuple(checks), whole, tuple(prover.notes))
 
@@ -222,8 +233,12 @@ def verify_body(
 class _Prover:
     """Runs graphs of one body on one set of inputs and collects the verdicts."""
 
-    def __init__(self, body: Body, inputs: list[Any], backward: bool, seed: int) -> None:
+    def __init__(
+        self, body: Body, optimized: Body, inputs: list[Any], backward: bool, seed: int
+    ) -> None:
         self.body = body
+        self.optimized = optimized
+        self.attribute = optimized.attribute  # knows the constants that passes lifted, too
         self.inputs = inputs
         self.names = [p.name for p in body.placeholders]
         self.backward = backward
@@ -231,7 +246,7 @@ class _Prover:
         self.ambient = bool(body.autocast)
         self.checks: list[Check] = []
         self.notes: list[str] = []
-        self._steps: collections.OrderedDict[tuple[str, bool, bool], Step] = collections.OrderedDict()
+        self._seen: collections.OrderedDict[tuple[Any, ...], Step] = collections.OrderedDict()
         self._base: Step | None = None
 
     # -- local records: on the values met in a replay ------------------------------------------
@@ -245,7 +260,7 @@ class _Prover:
             with forked_rng(self.seed, self.body.device), torch.no_grad():
                 run(
                     graph,
-                    self.body.attribute,
+                    self.attribute,
                     self.inputs,
                     seed=self.seed,
                     watch=Watch(replay.wanted, replay.met),
@@ -268,7 +283,7 @@ class _Prover:
             if _drops_unseeded(before) or _drops_unseeded(after):
                 before, after = self._at_rest(record, before, after)
             steps = _Steps.of(
-                before, after, self.body, values, record.inputs, backward, self.seed, needs_grad
+                before, after, self.attribute, values, record.inputs, backward, self.seed, needs_grad
             )
             found = steps.verdict(self._changed_dropout(record), mean_counts=False)
         except Exception as error:  # whatever an op raises is told in the verdict
@@ -287,25 +302,19 @@ class _Prover:
         writes_autocast = self.ambient and record.rule == "materialize_autocast"
         try:
             before, after = self._at_rest(record, record.reference, record.replacement)
-            steps = _Steps(
-                self._step(before), self._step(after, ambient=self.ambient and not writes_autocast),
-                self._step(before, double=True), self._step(after, double=True),
-            )
+            steps = self._steps(before, after, self.ambient, self.ambient and not writes_autocast)
             found = steps.verdict(self._changed_dropout(record), mean_counts=True)
             self.checks.append(_check_of(record, *found))
         except Exception as error:  # whatever an op raises is told in the verdict
             self._unchecked(record, f"a whole graph failed to run: {_first_line(error)}")
         self.ambient = self.ambient and not writes_autocast
 
-    def check_whole(self, before: fx.Graph, after: fx.Graph) -> Check:
+    def check_whole(self) -> Check:
         """Check the captured graph against the optimized one."""
         name = {"ordinal": -1, "rule": "the whole step", "pass_name": "", "kind": "whole", "site": Site()}
         try:
-            before, after = without_dropout(before), without_dropout(after)
-            steps = _Steps(
-                self._step(before, ambient=bool(self.body.autocast)), self._step(after, ambient=False),
-                self._step(before, double=True), self._step(after, double=True),
-            )
+            before, after = map(without_dropout, (self.body.graph, self.optimized.graph))
+            steps = self._steps(before, after, bool(self.body.autocast), self.ambient)
             status, reason, agreement, comparison = steps.verdict(None, mean_counts=True)
         except Exception as error:  # whatever an op raises is told in the verdict
             return Check(**name, status="unchecked", reason=f"failed to run: {_first_line(error)}")  # type: ignore[arg-type]
@@ -313,23 +322,39 @@ class _Prover:
             **name, status=status, reason=reason, agreement=agreement, comparison=comparison  # type: ignore[arg-type]
         )
 
-    def _step(self, graph: fx.Graph, *, double: bool = False, ambient: bool | None = None) -> Step:
-        """One step of a whole graph, repeated from memory when its text was just run."""
-        ambient = self.ambient if ambient is None else ambient
-        key = (str(graph), double, ambient)
-        if key not in self._steps:
-            if len(self._steps) >= 4:  # before, after, each twice: what the next record may reuse
-                self._steps.popitem(last=False)
-            self._steps[key] = step(
-                graph, self.body.attribute, self.inputs, self.names,
-                backward=self.backward, double=double, like=self._base, seed=self.seed,
-                outputs=range(self.body.user_outputs),
+    def _steps(self, before: fx.Graph, after: fx.Graph, *ambient: bool) -> _Steps:
+        """The runs of two whole graphs; `ambient` says which run under the ambient autocast."""
+        eager, optimized = self._step(before, ambient[0]), self._step(after, ambient[1])
+        eager64, optimized64 = self._step(before, None), self._step(after, None)
+        steps = _Steps(eager, optimized, eager64, eager64, optimized64)
+        constants = [constant_values(g, self.attribute) for g in (before, after)]
+        if any(constants):
+            steps.agree64, steps.optimized64 = (
+                self._step(g, None, c) for g, c in zip((before, after), constants)
+            )
+        return steps
+
+    def _step(
+        self, graph: fx.Graph, ambient: bool | None, given: Mapping[str, Any] | None = None
+    ) -> Step:
+        """One step of a whole graph, from memory when the same text was just run.
+
+        `ambient` says whether it runs under the ambient autocast; None means in float64.
+        """
+        key = (str(graph), ambient, bool(given))
+        if key not in self._seen:
+            if len(self._seen) >= 6:  # a graph's three runs, and those of the graph before it
+                self._seen.popitem(last=False)
+            self._seen[key] = step(
+                graph, self.attribute, self.inputs, self.names,
+                backward=self.backward, double=ambient is None, like=self._base, given=given,
+                seed=self.seed, outputs=range(self.body.user_outputs),
                 autocast=self.body.autocast if ambient else None,
             )
-        self._steps.move_to_end(key)
+        self._seen.move_to_end(key)
         if self._base is None:
-            self._base = self._steps[key]
-        return self._steps[key]
+            self._base = self._seen[key]
+        return self._seen[key]
 
     # -- dropout ---------------------------------------------------------------------------------
 
@@ -357,18 +382,23 @@ class _Prover:
 
 @dataclasses.dataclass
 class _Steps:
-    """The four runs that a verdict rests on."""
+    """The runs that a verdict rests on.
+
+    `eager64` is the truth that errors are measured against; `agree64` and `optimized64` must agree.
+    The two differ where constants are folded: there agreement asks for equal constants.
+    """
 
     eager: Step
     optimized: Step
     eager64: Step
+    agree64: Step
     optimized64: Step
 
     @staticmethod
     def of(
         before: fx.Graph,
         after: fx.Graph,
-        body: Body,
+        attribute: Callable[[str], Any],
         values: Sequence[Any],
         names: Sequence[str],
         backward: bool,
@@ -379,12 +409,13 @@ class _Steps:
 
         def go(graph: fx.Graph, double: bool, like: Step | None) -> Step:
             return step(
-                graph, body.attribute, values, names,
+                graph, attribute, values, names,
                 backward=backward, double=double, like=like, seed=seed, needs_grad=needs_grad,
             )
 
         eager = go(before, False, None)
-        return _Steps(eager, go(after, False, eager), go(before, True, eager), go(after, True, eager))
+        optimized, eager64 = go(after, False, eager), go(before, True, eager)
+        return _Steps(eager, optimized, eager64, eager64, go(after, True, eager))
 
     def verdict(
         self, broken: str | None, *, mean_counts: bool
@@ -393,7 +424,7 @@ class _Steps:
         comparison = compare(
             self.eager.tensors, self.optimized.tensors, self.eager64.tensors, mean_counts=mean_counts
         )
-        agreement, where = _agreement(self.eager64.tensors, self.optimized64.tensors)
+        agreement, where = _agreement(self.agree64.tensors, self.optimized64.tensors)
         reasons = [broken] if broken else []
         if not agreement <= AGREEMENT:
             reasons.append(

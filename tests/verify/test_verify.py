@@ -1,0 +1,213 @@
+"""`verify` names the rewrite that is wrong, and says what it could not check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from graphopt.errors import VerifyError
+from graphopt.graph.body import Body, copy_graph
+from graphopt.graph.record import RewriteRecord, Site, site_of
+from graphopt.verify import VerifyResult, verify_body
+
+aten = torch.ops.aten
+MakeBody = Callable[..., Body]
+
+
+class Norms(nn.Module):
+    """Two RMS norms, spelled out, around a linear layer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.rand(16, dtype=dtype) + 0.5)
+        self.linear = nn.Linear(16, 16, dtype=dtype)
+        self.second = nn.Parameter(torch.rand(16, dtype=dtype) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in (self.first, self.second):
+            h = x.float()
+            x = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * weight
+            x = self.linear(x)
+        return x
+
+
+def rms_records(body: Body, eps: tuple[float, float]) -> tuple[Body, list[RewriteRecord]]:
+    """Replace both norms by `aten.rms_norm` with the given eps, leaving records."""
+    work = body.copy()
+    records = []
+    roots = [n for n in work.graph.nodes if n.target is aten.mul.Tensor and "weight" not in n.name]
+    roots = [n for n in roots if any(a.op == "get_attr" for a in n.all_input_nodes)]
+    for root, e in zip(roots, eps, strict=True):
+        weight = next(a for a in root.all_input_nodes if a.op == "get_attr")
+        inside, todo = {root}, [a for a in root.all_input_nodes if a is not weight]
+        x = None
+        while todo:
+            node = todo.pop()
+            inside.add(node)
+            for a in node.all_input_nodes:
+                if a.op == "placeholder" or a.target is aten.linear.default:
+                    x = a
+                else:
+                    todo.append(a)
+        assert x is not None
+        nodes = sorted(inside)
+        reference, replacement = fx.Graph(), fx.Graph()
+        env = {n: reference.placeholder(n.name) for n in (x, weight)}
+        for n in nodes:
+            env[n] = reference.node_copy(n, env.__getitem__)
+        reference.output((env[root],))
+        a, w = (replacement.placeholder(n.name) for n in (x, weight))
+        replacement.output((replacement.call_function(aten.rms_norm.default, (a, [16], w, e)),))
+        with work.graph.inserting_before(root):
+            new = work.graph.call_function(aten.rms_norm.default, (x, [16], weight, e))
+        new.meta = dict(root.meta)
+        root.replace_all_uses_with(new)
+        for n in reversed(nodes):
+            work.graph.erase_node(n)
+        records.append(
+            RewriteRecord(
+                len(records), "fusion", "rms_norm", "local", tuple(n.name for n in nodes),
+                (x.name, weight.name), (root.name,), (new.name,), site_of(root), (), (),
+                reference=reference, replacement=replacement,
+            )
+        )  # fmt: skip
+    return work, records
+
+
+def prove(make_body: MakeBody, *eps: float, dtype: torch.dtype = torch.float32) -> VerifyResult:
+    body = make_body(Norms(dtype), torch.randn(64, 16, dtype=dtype))
+    work, records = rms_records(body, (eps[0], eps[1]))
+    return verify_body(body, work, records, [torch.randn(64, 16, dtype=dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_rewrites_pass(make_body: MakeBody, dtype: torch.dtype) -> None:
+    result = prove(make_body, 1e-5, 1e-5, dtype=dtype)
+    assert result.passed, repr(result)
+    assert result.check() is result
+    assert [c.kind for c in result.all] == ["local", "local", "whole"]
+    names = [t.name for t in result.checks[0].comparison.tensors]  # type: ignore[union-attr]
+    assert names == ["output/0", "grad/x", "grad/first"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_eps_is_named_in_any_precision(make_body: MakeBody, dtype: torch.dtype) -> None:
+    result = prove(make_body, 1e-5, 1e-4, dtype=dtype)
+    assert [c.status for c in result.checks] == ["right", "wrong"]
+    with pytest.raises(VerifyError, match=r"rewrite #1 rms_norm at the root module") as caught:
+        result.check()
+    text = str(caught.value)
+    assert "test_verify.py:" in text
+    assert "max_rewrites=1" in text
+    assert "in float64" in text
+    assert "WRONG" in repr(result)
+    assert result.to_dict()["passed"] is False
+
+
+def test_verify_leaves_model_gradients_and_generator(make_body: MakeBody) -> None:
+    model = Norms()
+    body = make_body(model, torch.randn(64, 16))
+    work, records = rms_records(body, (1e-5, 1e-5))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    verify_body(body, work, records, [torch.ones(64, 16)])
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_cannot_run_is_unchecked_and_not_passed(make_body: MakeBody) -> None:
+    body = make_body(Norms(), torch.randn(64, 16))
+    work, records = rms_records(body, (1e-5, 1e-5))
+    records[0] = dataclasses.replace(records[0], replacement=None)
+    records[1] = dataclasses.replace(records[1], inputs=("nowhere", "second"))
+    result = verify_body(body, work, records, [torch.randn(64, 16)])
+    assert [c.status for c in result.checks] == ["unchecked", "unchecked"]
+    assert "not among the values" in result.checks[1].reason
+    assert result.whole.passed
+    assert not result.passed
+    with pytest.raises(VerifyError, match="could not be checked"):
+        result.check()
+
+
+def test_a_failing_op_is_told_not_raised(make_body: MakeBody) -> None:
+    body = make_body(Norms(), torch.randn(64, 16))
+    work, records = rms_records(body, (1e-5, 1e-5))
+    bad = fx.Graph()
+    x, w = bad.placeholder("x"), bad.placeholder("w")
+    bad.output((bad.call_function(aten.rms_norm.default, (x, [15], w, 1e-5)),))
+    records[0] = dataclasses.replace(records[0], replacement=bad)
+    result = verify_body(body, work, records, [torch.randn(64, 16)])
+    assert result.checks[0].status == "unchecked"
+    assert "RuntimeError" in result.checks[0].reason
+
+
+class Dropped(nn.Module):
+    """A dropout between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.drop, self.b = nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.drop(self.a(x)))
+
+
+def whole_record(before: fx.Graph, after: fx.Graph) -> RewriteRecord:
+    return RewriteRecord(
+        0, "clean", "clean", "global", (), (), ("output",), ("output",), Site(), (), (),
+        reference=before, replacement=copy_graph(after),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("p", "right"), [(0.1, True), (0.2, False)])
+def test_a_changed_dropout_probability_is_wrong(make_body: MakeBody, p: float, right: bool) -> None:
+    body = make_body(Dropped(), torch.randn(8, 16))
+    work = body.copy()
+    node = next(n for n in work.graph.nodes if n.target is aten.dropout.default)
+    node.update_arg(1, p)
+    record = whole_record(body.graph, work.graph)
+    result = verify_body(body, work, [record], [torch.randn(8, 16)])
+    assert result.passed is right, repr(result)
+    assert "dropout p = 0" in result.notes[0]
+
+
+def test_a_global_rewrite_that_changes_the_numbers_is_named(make_body: MakeBody) -> None:
+    body = make_body(Dropped(), torch.randn(8, 16))
+    work = body.copy()
+    node = next(n for n in work.graph.nodes if n.target is aten.dropout.default)
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    work.graph.erase_node(node)
+    result = verify_body(body, work, [whole_record(body.graph, work.graph)], [torch.randn(8, 16)])
+    assert "became []" in result.checks[0].reason
+
+
+class Table(nn.Module):
+    """A float table that depends on nothing, as rotary embeddings make it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * torch.cos(torch.arange(16, dtype=torch.float32) * 0.37)
+
+
+def test_a_folded_constant_agrees_although_it_is_rounded(make_body: MakeBody) -> None:
+    body = make_body(Table(), torch.randn(8, 16))
+    work = body.copy()
+    cos = next(n for n in work.graph.nodes if n.target is aten.cos.default)
+    body.constants["c0"] = torch.cos(torch.arange(16, dtype=torch.float32) * 0.37)
+    with work.graph.inserting_before(cos):
+        new = work.graph.create_node("get_attr", "_graphopt_constants.c0")
+    new.meta = dict(cos.meta)
+    cos.replace_all_uses_with(new)
+    work.graph.eliminate_dead_code()
+    record = whole_record(body.graph, work.graph)
+    assert verify_body(body, work, [record], [torch.randn(8, 16)]).passed
+    body.constants["c0"][3] *= 1 + 1e-6
+    assert not verify_body(body, work, [record], [torch.randn(8, 16)]).passed
