@@ -23,7 +23,10 @@ import importlib
 from graphopt.kernels._op import Cost, Op, Sample, registry
 
 # One module a family; importing it defines its operators.
-FAMILIES = ("_philox",)
+FAMILIES = (
+    "_philox",
+    "norm",
+)
 
 
 def load() -> dict[str, Op]:

@@ -1,4 +1,4 @@
-"""Activations by name and their derivatives in plain torch; ``_tl_activations.py`` has the Triton twins."""
+"""Activations by name and their derivatives in plain torch; ``_tl_activations.py`` in Triton."""
 
 from __future__ import annotations
 

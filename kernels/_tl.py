@@ -1,7 +1,7 @@
 """Triton helpers for dropout; ``_tl_activations.py`` holds those for activations.
 
-The plain-torch twin is ``_philox.random_bits``. A kernel that takes ``site`` and ``threshold`` lists
-them under ``do_not_specialize``: their values say nothing about alignment.
+The plain-torch twin is ``_philox.random_bits``. A kernel that takes ``site`` and ``threshold``
+lists them under ``do_not_specialize``: their values say nothing about alignment.
 """
 
 from __future__ import annotations

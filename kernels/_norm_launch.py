@@ -1,0 +1,180 @@
+"""Launches of the norm kernels: which kernel, which tile, which buffers.
+
+The tables are for an H200 (2026-12-01, Triton 3.6): forward one row a program from 2048 columns,
+persistent with several rows a step below; backward persistent throughout, since it carries the
+partial sums of the weights' gradients in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from graphopt.kernels import _norm_triton as kernels
+from graphopt.kernels._launch import Config, next_power_of_2, on_device, pick, row_view, sm_count
+from graphopt.kernels._philox import need_seed, scale, threshold
+
+FORWARD = (
+    Config(block=64, rows=32, warps=4, per_sm=8, stages=3),
+    Config(block=256, rows=16, warps=4, per_sm=8, stages=3),
+    Config(block=512, rows=8, warps=4, per_sm=8, stages=3),
+    Config(block=1024, rows=4, warps=4, per_sm=8, stages=3),
+    Config(block=2048, rows=1, warps=4, per_sm=0, stages=1),
+    Config(block=4096, rows=1, warps=4, per_sm=0, stages=1),
+    Config(block=8192, rows=1, warps=8, per_sm=0, stages=1),
+    Config(block=16384, rows=1, warps=16, per_sm=0, stages=1),
+)
+BACKWARD = (
+    Config(block=64, rows=32, warps=4, per_sm=4, stages=2),
+    Config(block=256, rows=16, warps=4, per_sm=4, stages=2),
+    Config(block=512, rows=8, warps=4, per_sm=4, stages=2),
+    Config(block=1024, rows=4, warps=4, per_sm=4, stages=2),
+    Config(block=2048, rows=1, warps=4, per_sm=4, stages=3),
+    Config(block=4096, rows=1, warps=4, per_sm=2, stages=3),
+    Config(block=8192, rows=1, warps=16, per_sm=1, stages=3),
+)
+# Rows wider than the last line of the table are read in blocks of this many columns.
+WIDE = Config(block=4096, rows=1, warps=8, per_sm=0, stages=1)
+WIDE_WEIGHTS = Config(block=256, rows=8, warps=4, per_sm=4, stages=1)
+
+_TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def _tile(table: tuple[Config, ...], x: torch.Tensor, rows: int, block: int) -> tuple[Config, int]:
+    """The line for a block with its rows halved until every SM has work; and the programs."""
+    line = pick(table, block)
+    sms = sm_count(x)
+    step = line.rows
+    while step > 1 and triton.cdiv(rows, step) < 2 * sms:
+        step //= 2
+    steps = triton.cdiv(rows, step)
+    programs = min(steps, sms * line.per_sm) if line.per_sm else steps
+    return Config(line.block, step, line.warps, line.per_sm, line.stages), programs
+
+
+def _dropout(dropout_p: float, seed: torch.Tensor | None, device: torch.device) -> tuple[Any, ...]:
+    """(seed pointer, threshold, scale, is on)."""
+    limit = threshold(dropout_p)
+    if limit == 0:
+        return None, 0, 1.0, False
+    return need_seed(seed).to(device), limit, scale(dropout_p), True
+
+
+def _is_short(dtype: torch.dtype) -> bool:
+    return dtype in _TRITON_DTYPE
+
+
+def forward(
+    x: torch.Tensor, residual: torch.Tensor | None, outputs: tuple[torch.Tensor, ...],
+    weight: torch.Tensor | None, bias: torch.Tensor | None, seed: torch.Tensor | None,
+    eps: float, rms: bool, weight_offset: float, round_dtype: torch.dtype | None,
+    dropout_p: float, site: int, activation: str,
+) -> None:  # fmt: skip
+    """Write (y, sum, mean, rstd), which are contiguous and not empty; sum only with a residual."""
+    y, total, mean, rstd = outputs
+    view = row_view(x)
+    other = row_view(residual) if residual is not None else None
+    seed, limit, factor, drops = _dropout(dropout_p, seed, x.device)
+    block = max(8, next_power_of_2(view.cols))
+    pointers = (
+        view.tensor, other.tensor if other else None, _vector(weight), _vector(bias), seed,
+        y, total if other else None, None if rms else mean, rstd,
+    )  # fmt: skip
+    scalars = (
+        view.count, view.stride, other.stride if other else 0,
+        site, limit, factor, float(eps), float(weight_offset),
+    )  # fmt: skip
+    flags = {
+        "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops,
+        "ACT": activation, "FAST": _is_short(y.dtype),
+    }  # fmt: skip
+    with on_device(x):
+        if block > FORWARD[-1].block:
+            kernels.norm_fwd_wide[(view.count,)](
+                *pointers, *scalars, N=view.cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps
+            )
+            return
+        line, programs = _tile(FORWARD, x, view.count, block)
+        kernels.norm_fwd[(programs,)](
+            *pointers, *scalars, N=view.cols, BLOCK=block, R=line.rows, STAGES=line.stages,
+            **flags, num_warps=line.warps,
+        )  # fmt: skip
+
+
+def backward(
+    x: torch.Tensor, dy: torch.Tensor, dsum: torch.Tensor | None,
+    outputs: tuple[torch.Tensor | None, ...],
+    weight: torch.Tensor | None, bias: torch.Tensor | None,
+    mean: torch.Tensor, rstd: torch.Tensor, seed: torch.Tensor | None,
+    rms: bool, weight_offset: float, round_dtype: torch.dtype | None,
+    dropout_p: float, site: int, activation: str, add: bool,
+) -> None:  # fmt: skip
+    """Write (dx, dresidual, dweight, dbias); those that are None are not computed.
+
+    x is the normed tensor: the input, or with ``add`` the sum.
+    """
+    dx, dres, dw, db = outputs
+    view, grad = row_view(x), row_view(dy)
+    extra = row_view(dsum) if dsum is not None else None
+    rows, cols = view.count, view.cols
+    seed, limit, factor, drops = _dropout(dropout_p, seed, x.device)
+    operands = (_vector(weight), _vector(bias), None if rms else mean, rstd, seed)
+    scalars = (site, limit, factor, float(weight_offset))
+    flags = {
+        "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops, "ADD": add,
+        "ACT": activation, "FAST": _is_short(dy.dtype),
+    }  # fmt: skip
+    added = (extra.tensor, extra.stride) if extra else (None, 0)
+    block = max(8, next_power_of_2(cols))
+    with on_device(x):
+        if block <= BACKWARD[-1].block:
+            line, programs = _tile(BACKWARD, x, rows, block)
+            partials = _partials(x, programs, cols, dw, db)
+            kernels.norm_bwd[(programs,)](
+                grad.tensor, added[0], view.tensor, *operands, dx, dres, *partials,
+                rows, grad.stride, added[1], view.stride, *scalars,
+                N=cols, BLOCK=block, R=line.rows, STAGES=line.stages,
+                **flags, num_warps=line.warps,
+            )  # fmt: skip
+        else:
+            if dx is not None or dres is not None:
+                kernels.norm_bwd_wide[(rows,)](
+                    grad.tensor, added[0], view.tensor, *operands, dx, dres,
+                    grad.stride, added[1], view.stride, *scalars,
+                    N=cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps,
+                )  # fmt: skip
+            if dw is None and db is None:
+                return
+            line = WIDE_WEIGHTS
+            across = triton.cdiv(cols, line.block)
+            programs = min(
+                triton.cdiv(rows, line.rows), triton.cdiv(sm_count(x) * line.per_sm, across)
+            )
+            partials = _partials(x, programs, cols, dw, db)
+            kernels.norm_bwd_wide_weights[(across, programs)](
+                grad.tensor, view.tensor, *operands, *partials,
+                rows, grad.stride, view.stride, *scalars,
+                N=cols, BLOCK=line.block, R=line.rows, **flags, num_warps=line.warps,
+            )  # fmt: skip
+        if dw is not None or db is not None:
+            kernels.norm_bwd_reduce[(triton.cdiv(cols, 32),)](
+                *partials, dw, db, programs, cols, BLOCK_P=64, BLOCK=32, num_warps=4
+            )
+
+
+def _partials(
+    x: torch.Tensor, programs: int, cols: int, dw: torch.Tensor | None, db: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Float32 [programs, N] for each weight gradient wanted; every program writes its row."""
+    wanted = (dw is not None) + (db is not None)
+    if not wanted:
+        return None, None
+    both = torch.empty(wanted, programs, cols, device=x.device, dtype=torch.float32)
+    return both[0] if dw is not None else None, both[-1] if db is not None else None
+
+
+def _vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
