@@ -26,6 +26,10 @@ from graphopt.kernels._op import Cost, Op, Sample, registry
 FAMILIES = (
     "_philox",
     "norm",
+    "activation",
+    "glu",
+    "dropout",
+    "functional",
 )
 
 

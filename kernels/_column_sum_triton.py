@@ -1,0 +1,31 @@
+"""The second half of a deterministic column sum: float32 partials [parts, N] to one row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+COLS = 32  # 128 bytes a row and program: many programs, whole cache lines
+PARTS = 64
+
+
+@triton.jit
+def _column_sum(PARTIAL, OUT, parts, N, BP: tl.constexpr, BN: tl.constexpr):
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = cols < N
+    total = tl.zeros((BP, BN), tl.float32)
+    for first in range(0, parts, BP):
+        rows = first + tl.arange(0, BP)
+        mask = (rows < parts)[:, None] & inside[None, :]
+        place = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        total += tl.load(PARTIAL + place, mask=mask, other=0.0)
+    tl.store(OUT + cols, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=inside)
+
+
+def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of each column of contiguous float32 [parts, N], rounded once to dtype."""
+    parts, cols = partial.shape
+    out = torch.empty(cols, dtype=dtype, device=partial.device)
+    _column_sum[(triton.cdiv(cols, COLS),)](partial, out, parts, cols, BP=PARTS, BN=COLS)
+    return out

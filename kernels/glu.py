@@ -1,0 +1,199 @@
+"""glu: activation(gate) * up, the gated linear unit's product (SwiGLU, GeGLU, ReGLU, GLU).
+
+Forward reads gate and up, each with any stride between rows (the halves of a packed projection
+are read in place), and writes the product: one pass. Saved: gate and up only. Backward reads dy,
+gate and up and writes dgate and dup: one pass. Arithmetic in float32 (float64 if an input is), one
+rounding at the store.
+Shazeer, "GLU Variants Improve Transformer", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphopt.errors import OptionError
+from graphopt.kernels import _activations
+from graphopt.kernels._library import Gradient, define, invoke
+from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
+from graphopt.kernels._pointwise import (
+    arithmetic,
+    check_floating,
+    check_same_shape,
+    kernel_serves,
+    promoted,
+    slope_times,
+)
+
+NAMES = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid")
+
+
+def glu_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """activation(gate) * up in plain torch.
+
+    Args:
+        gate: any shape, floating.
+        up: gate's shape, floating.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or "sigmoid".
+        out_dtype: the result's dtype; None for the promotion of gate's and up's.
+
+    Returns:
+        A contiguous tensor of gate's shape.
+
+    Raises:
+        OptionError: an unknown activation, or shapes that differ.
+        UnsupportedError: not a floating dtype.
+
+    Example:
+        >>> glu_reference(torch.tensor([-1.0, 2.0]), torch.tensor([3.0, 3.0]), "relu")
+        tensor([0., 6.])
+    """
+    _check(gate, up, activation)
+    math = arithmetic(gate, up)
+    y = _activations.apply(gate.to(math), activation) * up.to(math)
+    return y.to(promoted(gate, up, out_dtype=out_dtype)).contiguous()
+
+
+def _launch(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if not kernel_serves(gate, up):
+        return glu_reference(gate, up, activation, out_dtype=out_dtype)
+    _check(gate, up, activation)
+    from graphopt.kernels import _glu_triton as triton_path
+
+    return triton_path.forward(gate, up, activation, promoted(gate, up, out_dtype=out_dtype))
+
+
+def _fake(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    _check(gate, up, activation)
+    return gate.new_empty(gate.shape, dtype=promoted(gate, up, out_dtype=out_dtype))
+
+
+def _check(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+    if activation not in NAMES:
+        raise OptionError(f"unknown activation {activation!r}", try_="one of " + ", ".join(NAMES))
+    check_floating("glu", gate, up)
+    check_same_shape("glu", gate, up)
+
+
+def _backward_reference(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    math = arithmetic(gate, up, grad)
+    dy, z = grad.to(math), gate.to(math)
+    dgate = slope_times(dy * up.to(math), z, activation)
+    dup = dy * _activations.apply(z, activation)
+    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
+
+
+def _backward_launch(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not kernel_serves(grad, gate, up):
+        return _backward_reference(grad, gate, up, activation)
+    from graphopt.kernels import _glu_triton as triton_path
+
+    return triton_path.backward(grad, gate, up, activation)
+
+
+_BACKWARD = define(
+    "glu_backward(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    launch=_backward_launch,
+    reference=_backward_reference,
+    fake=lambda grad, gate, up, activation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+)
+
+
+def _forward_grad(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
+    return _GLU(gate, up, activation, out_dtype=out_dtype), (gate, up), activation
+
+
+def _backward_grad(
+    saved: tuple[Any, ...], activation: str, needs: tuple[bool, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    dgate, dup = invoke(_BACKWARD, grads[0], *saved, activation)
+    return dgate if needs[0] else None, dup if needs[1] else None, None, None
+
+
+_GLU = define(
+    "glu(Tensor gate, Tensor up, str activation, *, ScalarType? out_dtype=None) -> Tensor",
+    launch=_launch,
+    reference=glu_reference,
+    fake=_fake,
+    gradient=Gradient(_forward_grad, _backward_grad),
+)
+
+_FLOPS = {"silu": 5, "gelu": 6, "gelu_tanh": 9, "relu": 2, "sigmoid": 4}
+
+
+def _cost(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Cost:
+    written = gate.numel() * promoted(gate, up, out_dtype=out_dtype).itemsize
+    return Cost(tensor_bytes(gate, up), written, gate.numel() * _FLOPS[activation])
+
+
+def _backward_cost(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Cost:
+    read = gate.numel() * promoted(gate, up, out_dtype=out_dtype).itemsize
+    flops = gate.numel() * (2 * _FLOPS[activation] + 2)
+    return Cost(read + tensor_bytes(gate, up), tensor_bytes(gate, up), flops)
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    packed = torch.linspace(-4, 4, 2 * 3 * 48, device=device).reshape(2, 3, 48)
+    gate, up = packed.chunk(2, dim=-1)
+    for activation in NAMES:
+        yield Sample((gate, up, activation))
+    yield Sample((gate.bfloat16(), up, "silu"), {"out_dtype": torch.bfloat16})
+    yield Sample((gate[..., :17].contiguous(), up[..., :17], "gelu"))
+
+
+def _example(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
+    packed = torch.randn(rows, 2 * cols, device=device, dtype=dtype)
+    return Sample((*packed.chunk(2, dim=-1), "silu"))
+
+
+register(
+    Op(
+        name="glu",
+        overload=_GLU,
+        reference=glu_reference,
+        launch=_launch,
+        samples=_samples,
+        example=_example,
+        cost=_cost,
+        backward_cost=_backward_cost,
+        saved="gate and up: 1 x the inputs' bytes",
+    )
+)
