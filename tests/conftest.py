@@ -6,6 +6,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Before anything imports Triton, which reads it then: without a GPU the tests run its kernels in its
+# interpreter (tests/kernels; elsewhere operators on the CPU take their reference all the same).
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile(
     "ci",
     derandomize=True,
