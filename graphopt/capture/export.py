@@ -1,0 +1,218 @@
+"""One forward of a module as a pure graph, through non-strict `torch.export`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.capture import signature as sig
+from graphopt.capture.failure import convert
+from graphopt.capture.functionalize import functionalize
+from graphopt.capture.normalize import normalize
+from graphopt.capture.shadow import shadow_of
+from graphopt.capture.symbols import ShapeGuards
+from graphopt.capture.watch import refuse_checkpointing, refuse_hooks, watching
+from graphopt.errors import CaptureError
+from graphopt.graph.body import Body
+
+logger = logging.getLogger("graphopt.capture")
+
+LOCK = threading.RLock()
+"""Held during a capture: `torch.export` works on process-wide state and cannot run in parallel."""
+
+
+@dataclasses.dataclass
+class Capture:
+    """One captured forward and how to call it.
+
+    Attributes:
+        body: the pure graph.
+        inputs: structure of `(args, kwargs)`.
+        outputs: structure of the result, whose leaves are the body's user outputs.
+        names: a name per input leaf, as a user would write it.
+        returned: position of a user output -> (kind, target), where eager returns the very input
+            or state tensor that it wrote to.
+        guards: what must hold of the sizes at a call; None when all sizes are fixed.
+        export_seconds: time inside `torch.export`.
+        seconds: time of the whole capture.
+    """
+
+    body: Body
+    inputs: sig.Structure
+    outputs: sig.Structure
+    names: list[str]
+    returned: dict[int, tuple[str, str]]
+    guards: ShapeGuards | None
+    export_seconds: float
+    seconds: float
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic: dict[int, set[int]] | None = None,
+) -> Capture:
+    """Capture one forward of a module in its present mode and the ambient grad mode.
+
+    Nothing is computed and nothing outside changes: the trace runs on fake tensors over a shadow of
+    the module.
+
+    Args:
+        module: the source.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments.
+        dynamic: input leaf -> dimensions whose sizes shall be symbolic.
+
+    Returns:
+        The captured forward.
+
+    Raises:
+        CaptureError: names what cannot be captured, with the user's line and a cure.
+        TypeError: when the arguments do not fit forward's signature.
+
+    Example:
+        >>> c = capture(nn.Linear(4, 2), (torch.ones(3, 4),))
+        >>> [n.target for n in c.body.graph.nodes if n.op == "get_attr"]
+        ['weight', 'bias']
+    """
+    kwargs = kwargs or {}
+    started = time.perf_counter()
+    signature = sig.signature_of(module)
+    if signature is not None:
+        signature.bind(*args, **kwargs)  # TypeError as eager gives it
+    leaves: list[torch.Tensor] = []
+    inputs = sig.flatten((args, kwargs), leaves)
+    names = sig.leaf_names(inputs, signature)
+    refuse_hooks(module)
+    refuse_checkpointing(module)
+    with LOCK:
+        program, outputs, seconds = _export(module, inputs, leaves, dynamic or {})
+        grad = torch.is_grad_enabled()
+        tracked = [leaf.requires_grad for leaf in leaves]
+        flat = normalize(program, module, names, tracked, grad)
+        pure = functionalize(flat)
+    _drop_dead(pure.graph)
+    user_outputs = len(pure.graph.output_node().args[0]) - len(pure.mutations)  # type: ignore[arg-type]
+    body = Body(
+        graph=pure.graph,
+        root=module,
+        user_outputs=user_outputs,
+        mutations=pure.mutations,
+        constants=flat.constants,
+        training=module.training,
+        grad=grad,
+        device=_device(module, leaves),
+    )
+    guards = ShapeGuards.of(pure.graph) if dynamic else None
+    total = time.perf_counter() - started
+    logger.info("%s: %.2f s export, %.2f s in all", type(module).__name__, seconds, total)
+    return Capture(body, inputs, outputs, names, pure.returned, guards, seconds, total)
+
+
+def _export(
+    module: nn.Module,
+    inputs: sig.Structure,
+    leaves: list[torch.Tensor],
+    dynamic: dict[int, set[int]],
+) -> tuple[Any, sig.Structure, float]:
+    """Run `torch.export` on a shadow; returns the program, the result's structure and seconds."""
+    found: list[sig.Structure] = []
+
+    def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
+        args, kwargs = sig.unflatten(inputs, flat)
+        results: list[Any] = []
+        found[:] = [sig.flatten(original(*args, **kwargs), results, results=True)]
+        return results
+
+    shadow = shadow_of(module, forward)
+    with _isolated():
+        examples = tuple(_example(leaf) for leaf in leaves)
+        shapes = _dynamic_shapes(leaves, dynamic)
+        started = time.perf_counter()
+        try:
+            with watching():
+                program = torch.export.export(
+                    shadow, examples, dynamic_shapes=shapes, strict=False
+                )
+        except Exception as error:
+            logger.debug("torch.export failed", exc_info=True)
+            raise convert(error, type(module).__name__) from None
+        seconds = time.perf_counter() - started
+    return program, found[0], seconds
+
+
+def _example(leaf: torch.Tensor) -> torch.Tensor:
+    """An alias with an identity of its own: two arguments that are one object stay two inputs."""
+    with torch.no_grad():
+        alias = leaf.detach()
+        if alias.is_inference():
+            alias = torch.empty_strided(
+                leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+            )
+    return alias.requires_grad_() if leaf.requires_grad else alias
+
+
+def _dynamic_shapes(leaves: list[torch.Tensor], dynamic: dict[int, set[int]]) -> Any:
+    if not dynamic:
+        return None
+    auto = torch.export.Dim.AUTO
+    per_leaf = tuple(
+        {d: auto for d in sorted(dynamic[i])} if i in dynamic else None for i in range(len(leaves))
+    )
+    return (per_leaf,)
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Export with autocast and inference mode off, its own logs quiet, and generators kept."""
+    active = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    states = torch.cuda.get_rng_state_all() if cuda else []
+    cpu = torch.get_rng_state()
+    loggers = [logging.getLogger(n) for n in ("torch.fx", "torch.export", "torch._export")]
+    levels = [log.level for log in loggers]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        grad = torch.is_grad_enabled()
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grad))
+        for device in active:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for log in loggers:
+            log.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for log, level in zip(loggers, levels, strict=True):
+                log.setLevel(level)
+            torch.set_rng_state(cpu)
+            if cuda:
+                torch.cuda.set_rng_state_all(states)
+
+
+def _device(module: nn.Module, leaves: list[torch.Tensor]) -> torch.device:
+    """Where the body computes: the first accelerator found among inputs and state, else the CPU."""
+    devices = [t.device for t in (*leaves, *module.parameters(), *module.buffers())]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove operations without users (random ones included: no result depends on them)."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr"):
+            graph.erase_node(node)
+
+

@@ -1,0 +1,511 @@
+"""Stage 0: a graph with in-place operations made pure.
+
+Every tensor of the exported program is an alias: a chain of view operations over a root. A write
+to an alias becomes a functional operation, whose result is put back into the root through the
+inverse of each view; a later read of any alias of that root replays its chain from the root's new
+value. What was written to inputs and state is given out as extra results, for the epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.capture.normalize import Flat, _storage
+from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, PARTS, write_part
+from graphopt.errors import CaptureError
+from graphopt.graph.body import CONSTANTS, Mutation
+from graphopt.graph.record import site_of
+
+aten = torch.ops.aten
+
+_DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout")
+_FRESH = ("aten::lift_fresh_copy", "aten::clone")
+_RENAMED = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__"}
+_RENAMED |= {"__ixor__": "__xor__", "__ilshift__": "__lshift__", "__irshift__": "__rshift__"}
+_OVERLOADS = {("bernoulli_", "float"): "p"}
+
+
+@dataclasses.dataclass
+class Functional:
+    """A pure graph and what its epilogue must do.
+
+    Attributes:
+        graph: the pure graph; its output is the user's results, then the mutated values.
+        mutations: what the extra results are written to.
+        returned: position of a user result -> (kind, target), for results that are, in eager, the
+            very input or state tensor that was written to.
+    """
+
+    graph: fx.Graph
+    mutations: tuple[Mutation, ...]
+    returned: dict[int, tuple[str, str]]
+
+
+def functionalize(flat: Flat) -> Functional:
+    """Make a flat graph pure.
+
+    Args:
+        flat: what `normalize` returned.
+
+    Returns:
+        The same graph when nothing mutates; otherwise a new one.
+
+    Raises:
+        CaptureError: names the operation and the user's line where a write cannot be expressed.
+    """
+    written = _written_storages(flat.graph)
+    if not written:
+        return Functional(flat.graph, (), {})
+    return _Functionalizer(flat, written).run()
+
+
+# ---- which storages are written to
+
+
+def _written_storages(graph: fx.Graph) -> set[int]:
+    """Storages that some operation writes to, with those that eager would have them share."""
+    written: set[int] = set()
+    shared: list[tuple[int | None, int | None]] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for target in _targets(node):
+            storage = _storage(target)
+            if storage is None:
+                raise _refusal(node, "writes to a value that is not one tensor")
+            written.add(storage)
+        if _is_dropout_off(node):
+            shared.append((_storage(node), _storage(node.args[0])))
+    for a, b in reversed(shared):
+        if a in written and b is not None:
+            written.add(b)
+    for a, b in shared:
+        if b in written and a is not None:
+            written.add(a)
+    return written
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that an operation writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    if schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5]:
+        return [a for a in node.args[3:5] if isinstance(a, fx.Node)]
+    if not schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [v for v in values if isinstance(v, fx.Node)]
+    return found
+
+
+def _is_dropout_off(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name not in _DROPOUTS:
+        return False
+    return not node.args[2] or node.args[1] == 0
+
+
+def _refusal(node: fx.Node, why: str) -> CaptureError:
+    site = site_of(node)
+    return CaptureError(
+        f"an in-place operation that has no functional form ({node.target})",
+        at=f"{site.file}:{site.line}    {site.code}" if site.file else None,
+        why=f"it {why}",
+        try_="write it out of place; or on_error='fallback'",
+    )
+
+
+# ---- aliases
+
+
+class _Root:
+    """One tensor that is not a view of another, and its value at the present point."""
+
+    def __init__(self, value: fx.Node, kind: str, target: str, grads: bool) -> None:
+        self.value = value
+        self.kind = kind  # "input", "buffer", "parameter", "constant" or "intermediate"
+        self.target = target
+        self.grads = grads
+        self.version = 0
+        self.cut = False  # written under no_grad: its value has no way back to the parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """A view operation, as the old node that made it holds it."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class _Alias:
+    """A tensor of the exported program, as a view of its parent (None for a root)."""
+
+    def __init__(
+        self, root: _Root, parent: _Alias | None, node: fx.Node | _View, part: int | None
+    ) -> None:
+        self.root = root
+        self.parent = parent
+        self.node = node
+        self.part = part
+        self.cached: fx.Node | None = None
+        self.version = -1
+
+
+class _Parts:
+    """The results of a view with several results."""
+
+    def __init__(self, parent: _Alias, node: fx.Node) -> None:
+        self.parent = parent
+        self.node = node
+        self.cached: fx.Node | None = None
+        self.version = -1
+
+
+class _Functionalizer:
+    def __init__(self, flat: Flat, written: set[int]) -> None:
+        self.flat = flat
+        self.written = written
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.roots: list[_Root] = []
+        self.at: fx.Node | None = None  # the old node in hand: metadata of new nodes comes from it
+
+    def run(self) -> Functional:
+        results: list[Any] = []
+        for node in self.flat.graph.nodes:
+            self.at = node
+            if node.op == "output":
+                results = list(node.args[0])
+            elif node.op in ("placeholder", "get_attr"):
+                self._input(node)
+            elif _targets(node):
+                self._write(node)
+            else:
+                self._compute(node)
+        return self._finish(results)
+
+    def _finish(self, results: list[Any]) -> Functional:
+        returned: dict[int, tuple[str, str]] = {}
+        values: list[Any] = []
+        for i, result in enumerate(results):
+            alias = self.env.get(result) if isinstance(result, fx.Node) else None
+            if isinstance(alias, _Alias) and alias.parent is None and alias.root.version > 0:
+                if alias.root.kind != "intermediate":
+                    returned[i] = (alias.root.kind, alias.root.target)
+            values.append(self._read(result, replay=True) if alias is not None else result)
+        mutations = []
+        for root in self.roots:
+            if root.version > 0 and root.kind != "intermediate":
+                mutations.append(Mutation(len(values), root.kind, root.target))
+                values.append(root.value)
+        self.graph.output(tuple(values))
+        return Functional(self.graph, tuple(mutations), returned)
+
+    # ---- reading
+
+    def _input(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node)
+        if _storage(node) not in self.written:
+            self.env[node] = new
+            return
+        kind, target = "input", new.name
+        if node.op == "get_attr":
+            kind, target = self._state_kind(str(node.target))
+        self._root(node, new, kind, target)
+
+    def _state_kind(self, path: str) -> tuple[str, str]:
+        if path.startswith(CONSTANTS + "."):
+            return "constant", path
+        return ("parameter" if path in self.flat.parameters else "buffer"), path
+
+    def _root(self, node: fx.Node, value: fx.Node, kind: str, target: str) -> None:
+        root = _Root(value, kind, target, node in self.flat.grads)
+        self.roots.append(root)
+        self.env[node] = _Alias(root, None, node, None)
+
+    def _read(self, value: Any, *, replay: bool = False) -> Any:
+        """The new node that holds an old node's value at the present point."""
+        if not isinstance(value, fx.Node):
+            return value
+        held = self.env[value]
+        if isinstance(held, _Alias):
+            return self._current(held, replay)
+        return self._current_parts(held) if isinstance(held, _Parts) else held
+
+    def _current(self, alias: _Alias, replay: bool = False) -> fx.Node:
+        if alias.root.cut and self.at is not None and not self.at.meta.get("graphopt_no_grad"):
+            if self.at.op != "output":
+                raise _refusal(self.at, "reads a parameter after a write to it under no_grad")
+        if alias.parent is None:
+            return alias.root.value
+        if alias.cached is None or alias.version != alias.root.version or (
+            replay and alias.version > 0
+        ):
+            alias.cached = self._replay(alias)
+            alias.version = alias.root.version
+        return alias.cached
+
+    def _replay(self, alias: _Alias) -> fx.Node:
+        node, parent = alias.node, alias.parent
+        assert parent is not None
+        if alias.part is not None:
+            parts = self.env[node.args[0]]
+            return self._emit(operator.getitem, self._current_parts(parts), alias.part, like=node)
+        _, *rest = node.args
+        args, kwargs = fx.map_arg((tuple(rest), node.kwargs), self._read)
+        return self._emit_view(node, self._current(parent), args, kwargs)
+
+    def _emit_view(self, node: fx.Node, base: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        target: Any = node.target
+        try:
+            return self._emit(target, base, *args, like=node, **kwargs)
+        except RuntimeError:  # a value that took the place of the base may be laid out otherwise
+            if target is not aten.view.default:
+                raise
+            return self._emit(aten.reshape.default, base, *args, like=node, **kwargs)
+
+    def _current_parts(self, parts: _Parts) -> fx.Node:
+        if parts.cached is None or parts.version != parts.parent.root.version:
+            _, *rest = parts.node.args
+            args, kwargs = fx.map_arg((tuple(rest), parts.node.kwargs), self._read)
+            base = self._current(parts.parent)
+            parts.cached = self._emit(parts.node.target, base, *args, like=parts.node, **kwargs)
+            parts.version = parts.parent.root.version
+        return parts.cached
+
+    # ---- operations that do not write
+
+    def _compute(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and isinstance(self.env[node.args[0]], _Parts):
+            parts = self.env[node.args[0]]
+            self.env[node] = _Alias(parts.parent.root, parts.parent, node, node.args[1])
+            return
+        parent = self._parent(node)
+        if parent is not None:
+            value = node.meta.get("val")
+            if isinstance(value, (list, tuple)):
+                self.env[node] = _Parts(parent, node)
+            else:
+                self.env[node] = _Alias(parent.root, parent, node, None)
+            return
+        new = self.graph.node_copy(node, self._read)
+        if _storage(node) in self.written:
+            self._root(node, new, "intermediate", new.name)
+        else:
+            self.env[node] = new
+
+    def _parent(self, node: fx.Node) -> _Alias | None:
+        """The written-to alias that this operation's result is a view of, if any."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.name in _FRESH:
+            return None
+        first = node.args[0] if node.args else None
+        held = self.env.get(first) if isinstance(first, fx.Node) else None
+        if not isinstance(held, _Alias) or not isinstance(first, fx.Node):
+            return None
+        if _is_dropout_off(node):
+            return held
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for v in values:
+            if isinstance(v, torch.Tensor):
+                base = first.meta["val"].untyped_storage()._cdata
+                return held if v.untyped_storage()._cdata == base else None
+        return None
+
+    # ---- operations that write
+
+    def _write(self, node: fx.Node) -> None:
+        target: Any = node.target
+        name = target._schema.name.partition("::")[2]
+        if name == "batch_norm":
+            self._batch_norm(node)
+            return
+        written = _targets(node)
+        if len(written) != 1 or written[0] is not node.args[0]:
+            raise _refusal(node, "writes to several tensors, or to one that is not its first")
+        alias = self.env[written[0]]
+        if name in IN_PLACE_VIEWS:
+            self._reshape_in_place(node, alias, name)
+            return
+        new = self._functional(node, name)
+        self._assign(node, alias, new)
+        self.env[node] = alias
+
+    def _functional(self, node: fx.Node, name: str) -> fx.Node:
+        """Emit the functional form of an in-place operation, in the dtype of what it writes to."""
+        first, *rest = node.args
+        args, kwargs = fx.map_arg((tuple(rest), node.kwargs), self._read)
+        base, like = self._read(first), node.meta["val"]
+        if name == "copy_":
+            new = self._broadcast(node, args[0], like)
+        elif name == "zero_":
+            new = self._emit(aten.zeros_like.default, base, like=node)
+        elif name == "detach_":
+            new = self._emit(aten.detach.default, base, like=node)
+        else:
+            op = _functional_overload(node.target, name)
+            if op is None:
+                raise _refusal(node, "has no out-of-place counterpart")
+            new = self._emit(op, base, *args, like=node, **kwargs)
+        value = new.meta["val"]
+        if value.dtype != like.dtype:
+            new = self._emit(aten.to.dtype, new, like.dtype, like=node)
+        return new
+
+    def _broadcast(self, node: fx.Node, source: Any, like: torch.Tensor) -> fx.Node:
+        """What `copy_` leaves: the source in the shape, dtype and device of the target."""
+        value = source.meta["val"]
+        if value.device != like.device:
+            args = (like.device, like.dtype)
+            source = self._emit(aten.to.device, source, *args, like=node)
+        elif value.dtype != like.dtype:
+            source = self._emit(aten.to.dtype, source, like.dtype, like=node)
+        if tuple(value.shape) != tuple(like.shape):
+            target = self._read(node.args[0])
+            source = self._emit(aten.expand_as.default, source, target, like=node)
+        return source
+
+    def _assign(self, node: fx.Node, alias: _Alias, new: fx.Node) -> None:
+        """Give an alias a new value, and its root with it."""
+        root = alias.root
+        self._check_write(node, root)
+        value = new
+        links: list[_Alias] = []
+        step: _Alias = alias
+        while step.parent is not None:
+            value = self._put_back(node, step, value)
+            links.append(step)
+            step = step.parent
+        root.value = value
+        root.version += 1
+        root.cut = root.cut or (root.kind == "parameter" and root.grads)
+        root.grads = root.grads or node in self.flat.grads
+        if alias.parent is not None:
+            alias.cached, alias.version = new, root.version
+
+    def _check_write(self, node: fx.Node, root: _Root) -> None:
+        if root.kind == "constant":
+            raise _refusal(node, "writes to a tensor that is neither a buffer nor an attribute")
+        if root.kind in ("input", "parameter") and root.grads:
+            if root.kind == "input" or not node.meta.get("graphopt_no_grad"):
+                raise _refusal(node, f"writes to the {root.kind} {root.target}, which requires grad")
+        if node.meta.get("graphopt_no_grad") and root.grads and root.kind != "parameter":
+            raise _refusal(node, "writes under no_grad to a value that requires grad")
+
+    def _put_back(self, node: fx.Node, alias: _Alias, new: fx.Node) -> fx.Node:
+        """The parent's value after one of its views took a new value."""
+        view, parent = alias.node, alias.parent
+        assert parent is not None
+        base = self._current(parent)
+
+        def emit(op: Any, *args: Any) -> fx.Node:
+            return self._emit(op, *args, like=node)
+
+        if alias.part is not None:
+            source = view.args[0]
+            _, *rest = source.args
+            op = _op_name(source)
+            dim = source.kwargs.get("dim")
+            rest = rest if dim is None else [*rest, dim]
+            return write_part(emit, base, new, op, rest, alias.part)
+        inverse = INVERSES.get(_op_name(view))
+        if inverse is None:
+            raise _refusal(node, f"writes to a view made by {view.target}, which has no inverse")
+        if _op_name(view) == "to" and new.meta["val"].dtype != base.meta["val"].dtype:
+            raise _refusal(node, "writes to a value of another dtype than its base")
+        _, *rest = view.args
+        args, kwargs = fx.map_arg((tuple(rest), view.kwargs), self._read)
+        try:
+            if inverse.__name__ in ("_reshape", "_same"):
+                return inverse(emit, base, new)
+            return inverse(emit, base, new, *args, **kwargs)
+        except (NotImplementedError, TypeError):
+            raise _refusal(node, f"writes to a view made by {view.target}") from None
+
+    def _reshape_in_place(self, node: fx.Node, alias: _Alias, name: str) -> None:
+        """`t_` and its kind: the tensor object becomes a view of what it was."""
+        overload = _functional_overload(node.target, name)
+        if overload is None or alias.root.kind != "intermediate":
+            raise _refusal(node, "changes the shape of an input or of state")
+        view = _View(overload, node.args, node.kwargs, node.meta)
+        after = _Alias(alias.root, alias, view, None)
+        for old, held in self.env.items():
+            if held is alias:
+                self.env[old] = after
+        self.env[node] = after
+
+    def _batch_norm(self, node: fx.Node) -> None:
+        """Training-mode batch norm: its running statistics become results."""
+        if node.target._schema.name != "aten::batch_norm":  # type: ignore[union-attr]
+            raise _refusal(node, "updates running statistics")
+        x, weight, bias, mean, var, _, momentum, eps = [self._read(a) for a in node.args[:8]]
+        args = (x, weight, bias, mean, var, momentum, eps)
+        op = torch.ops.graphopt.batch_norm.default
+        both = self._emit(op, *args, like=node)
+        both.meta["val"] = (node.meta["val"], mean.meta["val"], var.meta["val"])
+        y, new_mean, new_var = (self._emit(operator.getitem, both, i, like=node) for i in range(3))
+        y.meta["val"] = node.meta["val"]
+        self._assign(node, self.env[node.args[3]], new_mean)
+        self._assign(node, self.env[node.args[4]], new_var)
+        if _storage(node) in self.written:
+            self._root(node, y, "intermediate", y.name)
+        else:
+            self.env[node] = y
+
+    # ---- new nodes
+
+    def _emit(self, op: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """Add an operation, with its fake value and the marks of the node in hand."""
+        value = _fake_result(op, args, kwargs)
+        new = self.graph.call_function(op, args, kwargs)
+        source = self.at if self.at is not None else like
+        new.meta = {k: v for k, v in source.meta.items() if k not in ("val", "torch_fn")}
+        new.meta["val"] = value
+        return new
+
+
+def _fake_result(op: Any, args: Any, kwargs: Any) -> Any:
+    values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next((v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")), None)
+    if op is operator.getitem or mode is None:
+        return op(*values, **options)
+    with mode, torch.no_grad():
+        return op(*values, **options)
+
+
+def _tensors(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for v in values:
+        if isinstance(v, torch.Tensor):
+            found.append(v)
+        elif isinstance(v, (list, tuple)):
+            found += _tensors(v)
+    return found
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target._schema.name.partition("::")[2])  # type: ignore[union-attr]
+
+
+def _functional_overload(target: Any, name: str) -> Any:
+    base = _RENAMED.get(name, name.removesuffix("_"))
+    namespace = getattr(torch.ops, target.namespace)
+    packet = getattr(namespace, base, None)
+    overload_name = _OVERLOADS.get((name, target._overloadname), target._overloadname)
+    overload = getattr(packet, overload_name, None) if packet is not None else None
+    return None if overload is None or overload._schema.is_mutable else overload
+

@@ -1,0 +1,118 @@
+"""A copy of a module's Python structure over the same tensors, which capture may touch freely.
+
+`torch.export` swaps parameters for fake tensors while it traces, and a forward may set attributes;
+done on a shadow, another thread that runs the source never meets a fake tensor and the source's
+attributes stay as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.errors import CaptureError
+
+SOURCE_OF = "_graphopt_source"
+"""Attribute of an optimized module that holds its source; a shadow is made of the source."""
+
+_OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
+def shadow_of(module: nn.Module, forward: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> nn.Module:
+    """A shadow of a module tree whose root takes flat leaves.
+
+    Args:
+        module: the source; unchanged.
+        forward: called with the shadow's own forward and the leaves; returns what the shadow's
+            root returns.
+
+    Returns:
+        A module with the source's class name, state paths and tensors, without the root's hooks.
+
+    Raises:
+        CaptureError: when a submodule is a TorchScript module.
+    """
+    copies: dict[int, nn.Module] = {}
+    root = _clone(module, copies)
+    links: dict[int, Any] = dict(copies)
+    for copied in copies.values():
+        _mend(copied, links)
+    own = root.__dict__.pop("forward", None)
+    source_class = type(root)
+    original = own if own is not None else functools.partial(source_class.forward, root)
+
+    def flat_forward(self: nn.Module, *leaves: Any) -> Any:
+        return forward(original, leaves)
+
+    names = {"forward": flat_forward, "__module__": source_class.__module__}
+    root.__class__ = type(source_class.__name__, (source_class,), names)
+    type(root).__qualname__ = source_class.__qualname__
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        root.__dict__[name] = type(root.__dict__[name])()
+    return root
+
+
+def _clone(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in copies:
+        return copies[id(module)]
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"a TorchScript module ({type(module).__name__})",
+            why="its code is not Python any more and cannot be traced",
+            try_="optimize the nn.Module that it was scripted from",
+        )
+    source = module.__dict__.get(SOURCE_OF)
+    if source is not None:  # an optimized module inside a larger one
+        copies[id(module)] = _clone(source, copies)
+        return copies[id(module)]
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copies[id(module)] = copy
+    for name in _OWN:
+        copy.__dict__[name] = module.__dict__[name].copy()
+    children = copy.__dict__["_modules"]
+    for name, child in children.items():
+        if child is not None:
+            children[name] = _clone(child, copies)
+    return copy
+
+
+def _mend(copied: nn.Module, links: dict[int, Any]) -> None:
+    """Point plain attributes that refer to a source module to its copy, and copy containers."""
+    for name, value in copied.__dict__.items():
+        if name not in _OWN:
+            copied.__dict__[name] = _mended(value, links)
+
+
+def _mended(value: Any, links: dict[int, Any], depth: int = 0) -> Any:
+    if id(value) in links:
+        return links[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in links:
+        return types.MethodType(value.__func__, links[id(value.__self__)])
+    if isinstance(value, weakref.ref) and id(value()) in links:
+        return weakref.ref(links[id(value())])
+    if isinstance(value, functools.partial):
+        function = _mended(value.func, links, depth)
+        same = function is value.func
+        return value if same else functools.partial(function, *value.args, **value.keywords)
+    if depth > 3 or type(value) not in (list, tuple, dict):
+        return value
+    copy = _mended_container(value, links, depth + 1)
+    if type(value) is not tuple:  # a list that two modules share stays shared between their copies
+        links[id(value)] = copy
+    return copy
+
+
+def _mended_container(value: Any, links: dict[int, Any], depth: int) -> Any:
+    if type(value) is dict:
+        return {k: _mended(v, links, depth) for k, v in value.items()}
+    items = [_mended(v, links, depth) for v in value]
+    if type(value) is tuple and all(a is b for a, b in zip(items, value, strict=True)):
+        return value
+    return type(value)(items)

@@ -1,0 +1,171 @@
+"""What `torch.export` would drop without a word, detected while it traces.
+
+A custom `autograd.Function` loses its backward, tensor hooks and inner gradients vanish, activation
+checkpointing is inlined. During a capture the entry points of these are replaced by ones that
+refuse by name; calls from other threads go through to the originals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.capture.failure import user_frame
+from graphopt.errors import CaptureError
+
+_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse a module tree that holds hooks below its root.
+
+    Raises:
+        CaptureError: names the submodule and the kind of hook. Hooks of the root are fine, since
+            they run around the captured graph.
+    """
+    for path, child in module.named_modules():
+        if child is module:
+            continue
+        for name, kind in _HOOKS.items():
+            hooks = child.__dict__.get(name)
+            if hooks:
+                function = next(iter(hooks.values()))
+                label = getattr(function, "__qualname__", type(function).__name__)
+                raise CaptureError(
+                    f"a {kind} on the submodule {path!r}",
+                    at=_place(function),
+                    why=f"the hook {label} would run once, on fake tensors, and never again",
+                    try_="remove the hook, move it to the root module, or on_error='fallback'",
+                )
+
+
+def refuse_checkpointing(module: nn.Module) -> None:
+    """Refuse a model whose own activation checkpointing is on (Hugging Face's switch).
+
+    Raises:
+        CaptureError: names the submodule; only when gradients would be recorded.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for path, child in module.named_modules():
+        if child.__dict__.get("gradient_checkpointing") is True and child.training:
+            raise _checkpointing(f"in {path or type(module).__name__}")
+
+
+def _checkpointing(at: str | None) -> CaptureError:
+    return CaptureError(
+        "activation checkpointing inside the model",
+        at=at,
+        why="capture would inline the region, so that the memory it saves is lost",
+        try_="turn it off (model.gradient_checkpointing_disable()); use memory_budget= instead",
+    )
+
+
+def _place(function: Any) -> str | None:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} in {function.__qualname__}" if code else None
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Refuse, during the block and in this thread, what export drops in silence.
+
+    Raises:
+        CaptureError: from inside the traced forward, with the user's line, or at the end of the
+            block when the forward drew from Python's or numpy's global generator.
+    """
+    thread = threading.get_ident()
+    saved: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, make: Any) -> None:
+        original = owner.__dict__[name]
+        saved.append((owner, name, original))
+        setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
+
+    replace(torch.autograd.Function, "apply", _watched_apply)
+    replace(torch.autograd, "grad", _refusing("an inner torch.autograd.grad"))
+    replace(torch.autograd, "backward", _refusing("an inner backward"))
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        if name in torch.Tensor.__dict__:
+            replace(torch.Tensor, name, _refusing(f"Tensor.{name} in forward"))
+    python_state, numpy_state = random.getstate(), _numpy_state()
+    try:
+        yield
+        _refuse_draws(python_state, numpy_state)
+    finally:
+        for owner, name, original in reversed(saved):
+            setattr(owner, name, original)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+
+
+def _watched_apply(original: Any, here: Any) -> Any:
+    function = original.__func__ if isinstance(original, classmethod) else original
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        ours = cls.__module__.partition(".")[0] == "graphopt"
+        if here() and not ours and torch.is_grad_enabled():
+            if cls.__module__ == "torch.utils.checkpoint":
+                raise _checkpointing(user_frame())
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            if any(t.requires_grad for t in tensors):
+                raise CaptureError(
+                    f"a custom autograd.Function ({cls.__qualname__})",
+                    at=user_frame(),
+                    why="torch.export keeps its forward and drops its backward",
+                    try_="write it with differentiable operations, or on_error='fallback'",
+                )
+        return function(cls, *args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _refusing(what: str) -> Any:
+    def make(original: Any, here: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if here():
+                raise CaptureError(
+                    what,
+                    at=user_frame(),
+                    why="it has no place in a captured forward: torch.export drops it",
+                    try_="move it out of forward, or on_error='fallback'",
+                )
+            return original(*args, **kwargs)
+
+        return refuse
+
+    return make
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+def _refuse_draws(python_state: Any, numpy_state: Any) -> None:
+    drawn = None
+    if random.getstate() != python_state:
+        drawn = "Python's random module"
+    elif numpy_state is not None:
+        now = _numpy_state()
+        if now[2:] != numpy_state[2:] or (now[1] != numpy_state[1]).any():
+            drawn = "numpy's global generator"
+    if drawn:
+        raise CaptureError(
+            f"forward draws from {drawn}",
+            why="the drawn number would be baked into the graph (LayerDrop does this)",
+            try_="draw with torch (torch.rand), set layerdrop=0, or on_error='fallback'",
+        )
