@@ -76,8 +76,8 @@ def backward(
         z = z if factor is None else z * factor
         g = g if activation == "none" else g * _activations.derivative(z, activation)
         g = g if factor is None else g * factor
-    rows = tuple(range(x.dim() - 1))
-    dw, db = (g * rounded).sum(rows), g.sum(rows)
+    cols = x.shape[-1]
+    dw, db = (g * rounded).reshape(-1, cols).sum(0), g.reshape(-1, cols).sum(0)
     g = g if w is None else g * w
     dres = g - xhat * (g * xhat).mean(-1, keepdim=True)
     if not rms:
