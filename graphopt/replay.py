@@ -1,7 +1,7 @@
-"""Run a captured graph by itself: forward and backward, in its own dtypes or in float64.
+"""Run a captured graph by itself, node by node, on given values.
 
-Nothing here touches the model: parameters and buffers are read through detached leaves, gradients
-come from `torch.autograd.grad`, generators are forked. `verify` and the contract tests stand on it.
+Nothing here touches the model: parameters and buffers are read through detached leaves, generators
+are forked. `graphopt.step` adds the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
 from graphopt.graph.body import CONSTANTS, copy_graph
-from graphopt.numerics import DOUBLE, to_float64
+from graphopt.numerics import DOUBLE
 
 SEED = 20_011
 """Value of every `draw_seed` and of the forked generators, unless told otherwise."""
@@ -101,7 +101,7 @@ def forked_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Integer division and the like give torch's default dtype: float64 in a float64 run."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -233,12 +233,12 @@ def _run(
         elif node.op == "get_attr":
             env[node] = state(str(node.target))
         elif is_draw_seed(node):
-            env[node] = torch.tensor(seed, dtype=torch.int64, device=node.args[0])  # type: ignore[arg-type]
+            env[node] = torch.tensor(seed, dtype=torch.int64, device=node.args[0])
         else:
             args = map_aggregate(node.args, lambda a: _load(env, a))
             kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
             with _inner_autocast(node, autocast):
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+                env[node] = node.target(*args, **kwargs)
             if drawn is not None and is_random(node):
                 drawn[node.name] = tree_map(_detached, env[node])
         if watch is not None and node.name in watch.names:
@@ -287,21 +287,18 @@ def constant_values(graph: fx.Graph, attribute: Callable[[str], Any]) -> dict[st
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target).startswith(CONSTANTS + "."):
             env[node] = attribute(str(node.target)).detach()
-        elif node.op == "call_function" and not _draws(node):
-            if all(source in env for source in node.all_input_nodes):
-                args = map_aggregate(node.args, lambda a: _load(env, a))
-                kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
-                with torch.no_grad():
-                    env[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+        elif node.op != "call_function" or is_draw_seed(node) or is_random(node):
+            continue
+        elif all(source in env for source in node.all_input_nodes):
+            args = map_aggregate(node.args, lambda a: _load(env, a))
+            kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
+            with torch.no_grad():
+                env[node] = node.target(*args, **kwargs)
     return {
         node.name: value
         for node, value in env.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
-
-
-def _draws(node: fx.Node) -> bool:
-    return is_draw_seed(node) or is_random(node)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -314,118 +311,3 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(used)
                 last.setdefault(node, []).append(used)
     return last
-
-
-@dataclasses.dataclass
-class Step:
-    """The values of one forward and backward.
-
-    Attributes:
-        tensors: "output/<i>" and "grad/<name>" to detached tensors (None for no gradient).
-        upstream: the gradients that were sent in, by output index, for the next run to repeat.
-        drawn: values of nodes that drew from torch's generator.
-    """
-
-    tensors: dict[str, torch.Tensor | None]
-    upstream: dict[int, torch.Tensor]
-    drawn: dict[str, Any]
-
-
-def step(
-    graph: fx.Graph,
-    attribute: Callable[[str], Any],
-    inputs: Sequence[Any],
-    names: Sequence[str],
-    *,
-    backward: bool = True,
-    double: bool = False,
-    like: Step | None = None,
-    given: Mapping[str, Any] | None = None,
-    outputs: Sequence[int] | None = None,
-    needs_grad: Sequence[bool] | None = None,
-    seed: int = SEED,
-    autocast: Mapping[str, torch.dtype] | None = None,
-) -> Step:
-    """Run a graph forward and backward from random upstream gradients.
-
-    Args:
-        graph: the graph; with `double` it is rewritten by `to_float64` first.
-        attribute: gives the tensor of a `get_attr` target.
-        inputs: one value per placeholder.
-        names: what to call the inputs' gradients, one per placeholder.
-        backward: whether to differentiate.
-        double: run in float64.
-        like: an earlier step whose upstream gradients and random draws are repeated.
-        given: values to take, by node name, in place of running a node.
-        outputs: which outputs take part in the backward pass; all when None.
-        needs_grad: which inputs get a gradient; every floating one when None.
-        seed: for `draw_seed`, torch's generator and the upstream gradients.
-        autocast: as for `run`; of no effect in float64.
-
-    Returns:
-        Outputs and gradients by name: a parameter's under its `get_attr` target.
-    """
-    device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
-    state = State(attribute, double=double)
-    wanted = [True] * len(inputs) if needs_grad is None else needs_grad
-    leaves = [as_leaf(v, double=double, needs_grad=backward and w) for v, w in zip(inputs, wanted)]
-    drawn: dict[str, Any] = {}
-    fixed = {**(given or {}), **({} if like is None else like.drawn)}
-    fixed = {k: tree_map(lambda v: _cast(v, double), v) for k, v in fixed.items()}
-    dtype = torch.float64 if double else torch.get_default_dtype()
-    with forked_rng(seed, device), _default_dtype(dtype), torch.set_grad_enabled(backward):
-        flat = run(
-            to_float64(graph) if double else graph,
-            state,
-            leaves,
-            given=fixed,
-            drawn=drawn,
-            seed=seed,
-            autocast=None if double else autocast,
-        )
-    tensors: dict[str, torch.Tensor | None] = {
-        f"output/{i}": y.detach() for i, y in enumerate(flat) if isinstance(y, torch.Tensor)
-    }
-    upstream = dict(like.upstream) if like is not None else {}
-    if backward:
-        wrt = {f"grad/{n}": t for n, t in zip(names, leaves) if _wants_grad(t)}
-        wrt.update({f"grad/{n}": t for n, t in state.parameters.items()})
-        chosen = range(len(flat)) if outputs is None else outputs
-        tensors.update(_gradients({i: flat[i] for i in chosen}, wrt, upstream, seed))
-    return Step(tensors, upstream, drawn if like is None else like.drawn)
-
-
-def _cast(value: Any, double: bool) -> Any:
-    if double and isinstance(value, torch.Tensor):
-        return value.to(DOUBLE.get(value.dtype, value.dtype))
-    return value
-
-
-def _wants_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _gradients(
-    outputs: Mapping[int, Any],
-    wrt: Mapping[str, torch.Tensor],
-    upstream: dict[int, torch.Tensor],
-    seed: int,
-) -> dict[str, torch.Tensor | None]:
-    """Gradients of `wrt`; fills `upstream` for the outputs that it does not hold yet."""
-    roots = {i: y for i, y in outputs.items() if _wants_grad(y)}
-    for i, y in roots.items():
-        if i not in upstream:
-            upstream[i] = _random_like(y, seed + i)
-    if not roots or not wrt:
-        return dict.fromkeys(wrt)
-    sent = [upstream[i].to(device=y.device, dtype=y.dtype) for i, y in roots.items()]
-    found = torch.autograd.grad(
-        list(roots.values()), list(wrt.values()), sent, allow_unused=True
-    )
-    return dict(zip(wrt, found))
-
-
-def _random_like(y: torch.Tensor, seed: int) -> torch.Tensor:
-    """A random tensor of a value's shape and dtype; the same on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)

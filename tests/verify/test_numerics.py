@@ -121,7 +121,9 @@ def test_integers_and_dtypes_are_equal() -> None:
     ids = torch.arange(10)
     assert judge(y.float(), y.float(), y, ids=ids).passed
     assert not judge(ids, ids + 1, ids).passed
-    assert "bfloat16[10] where eager has float32[10]" in judge(y.float(), y.bfloat16(), y).reasons[0]
+    assert (
+        "bfloat16[10] where eager has float32[10]" in judge(y.float(), y.bfloat16(), y).reasons[0]
+    )
 
 
 def test_a_missing_gradient_is_right_only_where_eager_has_none_or_zeros() -> None:

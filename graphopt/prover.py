@@ -1,0 +1,386 @@
+"""Runs the graphs of one body, before and after each rewrite, and judges them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.graph.body import Body
+from graphopt.graph.record import RewriteRecord, Site
+from graphopt.numerics import Comparison, compare
+from graphopt.replay import (
+    Watch,
+    constant_values,
+    dropout_arguments,
+    forked_rng,
+    run,
+    without_dropout,
+)
+from graphopt.step import Step, step
+from graphopt.verdict import Check
+
+AGREEMENT = 1e-9
+"""Greatest relative L2 difference, in float64, between a subgraph and what replaced it."""
+
+
+class Prover:
+    """Runs graphs of one body on one set of inputs and collects the verdicts."""
+
+    def __init__(
+        self, body: Body, optimized: Body, inputs: list[Any], backward: bool, seed: int
+    ) -> None:
+        self.body = body
+        self.optimized = optimized
+        self.attribute = optimized.attribute  # knows the constants that passes lifted, too
+        self.inputs = inputs
+        self.names = [p.name for p in body.placeholders]
+        self.backward = backward
+        self.seed = seed
+        self.ambient = bool(body.autocast)
+        self.checks: list[Check] = []
+        self.notes: list[str] = []
+        self._seen: collections.OrderedDict[tuple[Any, ...], Step] = collections.OrderedDict()
+        self._base: Step | None = None
+
+    # -- local records: on the values met in a replay ------------------------------------------
+
+    def check_local(self, graph: fx.Graph, records: Sequence[RewriteRecord]) -> None:
+        """Replay a graph and check each record as soon as its inputs are there."""
+        if not records:
+            return
+        replay = _Values(self, records, _requiring_grad(graph, self.body))
+        try:
+            with forked_rng(self.seed, self.body.device), torch.no_grad():
+                run(
+                    graph,
+                    self.attribute,
+                    self.inputs,
+                    seed=self.seed,
+                    watch=Watch(replay.wanted, replay.met),
+                    autocast=self.body.autocast if self.ambient else None,
+                )
+        except Exception as error:  # whatever an op raises is told in the verdicts
+            replay.give_up(f"the replay of the graph failed: {_first_line(error)}")
+        replay.give_up("its inputs are not among the values of the replayed graph")
+
+    def check_record(
+        self, record: RewriteRecord, values: Sequence[Any], needs_grad: Sequence[bool]
+    ) -> tuple[Any, ...]:
+        """Check one local record; gives the values of its outputs, as eager has them."""
+        if record.reference is None or record.replacement is None:
+            self._unchecked(record, "the record holds no subgraphs")
+            return ()
+        backward = self.backward and any(needs_grad)
+        try:
+            before, after = record.reference, record.replacement
+            if _drops_unseeded(before) or _drops_unseeded(after):
+                before, after = self._at_rest(record, before, after)
+            steps = _Steps.of(
+                before,
+                after,
+                self.attribute,
+                values,
+                record.inputs,
+                backward,
+                self.seed,
+                needs_grad,
+            )
+            found = steps.verdict(self._changed_dropout(record), mean_counts=False)
+        except Exception as error:  # whatever an op raises is told in the verdict
+            self._unchecked(record, f"it failed to run alone: {_first_line(error)}")
+            return ()
+        self.checks.append(_check_of(record, *found))
+        return tuple(steps.eager.tensors.get(f"output/{i}") for i in range(len(record.outputs)))
+
+    # -- whole graphs ----------------------------------------------------------------------------
+
+    def check_global(self, record: RewriteRecord) -> None:
+        """Check a pass that rewrote the whole graph, graph before against graph after."""
+        if record.reference is None or record.replacement is None:
+            self._unchecked(record, "the record holds no graphs")
+            return
+        writes_autocast = self.ambient and record.rule == "materialize_autocast"
+        try:
+            before, after = self._at_rest(record, record.reference, record.replacement)
+            steps = self._steps(before, after, self.ambient, self.ambient and not writes_autocast)
+            found = steps.verdict(self._changed_dropout(record), mean_counts=True)
+            self.checks.append(_check_of(record, *found))
+        except Exception as error:  # whatever an op raises is told in the verdict
+            self._unchecked(record, f"a whole graph failed to run: {_first_line(error)}")
+        self.ambient = self.ambient and not writes_autocast
+
+    def check_whole(self) -> Check:
+        """Check the captured graph against the optimized one."""
+        found: tuple[str, str, float | None, Comparison | None]
+        try:
+            before, after = map(without_dropout, (self.body.graph, self.optimized.graph))
+            steps = self._steps(before, after, bool(self.body.autocast), self.ambient)
+            found = steps.verdict(None, mean_counts=True)
+        except Exception as error:  # whatever an op raises is told in the verdict
+            found = ("unchecked", f"failed to run: {_first_line(error)}", None, None)
+        return Check(-1, "the whole step", "", "whole", Site(), *found)
+
+    def _steps(self, before: fx.Graph, after: fx.Graph, *ambient: bool) -> _Steps:
+        """The runs of two whole graphs; `ambient` says which run under the ambient autocast."""
+        eager, optimized = self._step(before, ambient[0]), self._step(after, ambient[1])
+        eager64, optimized64 = self._step(before, None), self._step(after, None)
+        steps = _Steps(eager, optimized, eager64, eager64, optimized64)
+        constants = [constant_values(g, self.attribute) for g in (before, after)]
+        if any(constants):
+            steps.agree64, steps.optimized64 = (
+                self._step(g, None, c) for g, c in zip((before, after), constants, strict=True)
+            )
+        return steps
+
+    def _step(
+        self, graph: fx.Graph, ambient: bool | None, given: Mapping[str, Any] | None = None
+    ) -> Step:
+        """One step of a whole graph, from memory when the same text was just run.
+
+        `ambient` says whether it runs under the ambient autocast; None means in float64.
+        """
+        key = (str(graph), ambient, bool(given))
+        if key not in self._seen:
+            if len(self._seen) >= 6:  # a graph's three runs, and those of the graph before it
+                self._seen.popitem(last=False)
+            self._seen[key] = step(
+                graph,
+                self.attribute,
+                self.inputs,
+                self.names,
+                backward=self.backward,
+                double=ambient is None,
+                like=self._base,
+                given=given,
+                seed=self.seed,
+                outputs=range(self.body.user_outputs),
+                autocast=self.body.autocast if ambient else None,
+            )
+        self._seen.move_to_end(key)
+        if self._base is None:
+            self._base = self._seen[key]
+        return self._seen[key]
+
+    # -- dropout ---------------------------------------------------------------------------------
+
+    def _at_rest(
+        self, record: RewriteRecord, before: fx.Graph, after: fx.Graph
+    ) -> tuple[fx.Graph, fx.Graph]:
+        """Both graphs at p = 0, with a note when that changed something."""
+        if _probabilities(before) or _probabilities(after):
+            where = "whole graphs" if record.kind == "global" else f"rewrite #{record.ordinal}"
+            note = f"{where}: compared at dropout p = 0; the probabilities are compared as literals"
+            if note not in self.notes:
+                self.notes.append(note)
+        return without_dropout(before), without_dropout(after)
+
+    def _changed_dropout(self, record: RewriteRecord) -> str | None:
+        """What is wrong with the dropout probabilities of a rewrite."""
+        before, after = _probabilities(record.reference), _probabilities(record.replacement)
+        if before == after:
+            return None
+        return (
+            f"dropout probabilities {sorted(before.elements())} became {sorted(after.elements())}"
+        )
+
+    def _unchecked(self, record: RewriteRecord, reason: str) -> None:
+        self.checks.append(_check_of(record, "unchecked", reason, None, None))
+
+
+@dataclasses.dataclass
+class _Steps:
+    """The runs that a verdict rests on.
+
+    `eager64` is the truth that errors are measured against; `agree64` and `optimized64` must agree.
+    The two differ where constants are folded: there agreement asks for equal constants.
+    """
+
+    eager: Step
+    optimized: Step
+    eager64: Step
+    agree64: Step
+    optimized64: Step
+
+    @staticmethod
+    def of(
+        before: fx.Graph,
+        after: fx.Graph,
+        attribute: Callable[[str], Any],
+        values: Sequence[Any],
+        names: Sequence[str],
+        backward: bool,
+        seed: int,
+        needs_grad: Sequence[bool],
+    ) -> _Steps:
+        """Run two small graphs on given values; the first one's random numbers serve all."""
+
+        def go(graph: fx.Graph, double: bool, like: Step | None) -> Step:
+            return step(
+                graph,
+                attribute,
+                values,
+                names,
+                backward=backward,
+                double=double,
+                like=like,
+                seed=seed,
+                needs_grad=needs_grad,
+            )
+
+        eager = go(before, False, None)
+        optimized, eager64 = go(after, False, eager), go(before, True, eager)
+        return _Steps(eager, optimized, eager64, eager64, go(after, True, eager))
+
+    def verdict(
+        self, broken: str | None, *, mean_counts: bool
+    ) -> tuple[str, str, float | None, Comparison]:
+        """Status, reason, agreement in float64, and the comparison by the contract."""
+        comparison = compare(
+            self.eager.tensors,
+            self.optimized.tensors,
+            self.eager64.tensors,
+            mean_counts=mean_counts,
+        )
+        agreement, where = _agreement(self.agree64.tensors, self.optimized64.tensors)
+        reasons = [broken] if broken else []
+        if not agreement <= AGREEMENT:
+            reasons.append(
+                f"in float64 {where} differs by {agreement:.1e} from what was replaced, "
+                f"at most {AGREEMENT:.0e} allowed"
+            )
+        reasons.extend(comparison.reasons)
+        return ("wrong" if reasons else "right"), "; ".join(reasons[:3]), agreement, comparison
+
+
+def _agreement(
+    before: Mapping[str, torch.Tensor | None], after: Mapping[str, torch.Tensor | None]
+) -> tuple[float, str]:
+    """Greatest relative difference of two float64 runs, and the tensor where it stands."""
+    found = compare(before, after, before, mean_counts=False)
+    worst, name = 0.0, ""
+    for t in found.tensors:
+        far = t.difference if t.passed or t.optimized > 0 else float("inf")
+        if far > worst:
+            worst, name = far, t.name
+    return worst, name
+
+
+class _Values:
+    """Values met in a replay, kept while a record still waits for them."""
+
+    def __init__(
+        self, prover: Prover, records: Sequence[RewriteRecord], requiring: set[str]
+    ) -> None:
+        self.prover = prover
+        self.waiting = {r.ordinal: r for r in records}
+        self.requiring = requiring
+        self.readers: dict[str, list[RewriteRecord]] = collections.defaultdict(list)
+        for record in records:
+            for name in dict.fromkeys(record.inputs):
+                self.readers[name].append(record)
+        self.values: dict[str, Any] = {}
+
+    @property
+    def wanted(self) -> set[str]:
+        """Names that some record reads."""
+        return set(self.readers)
+
+    def met(self, name: str, value: Any) -> None:
+        """Take a value, and check every record that it completes."""
+        if name in self.values or name not in self.readers:
+            return
+        self.values[name] = value
+        for record in list(self.readers[name]):
+            if record.ordinal in self.waiting and all(i in self.values for i in record.inputs):
+                self._check(record)
+
+    def _check(self, record: RewriteRecord) -> None:
+        del self.waiting[record.ordinal]
+        values = [self.values[i] for i in record.inputs]
+        needs = [i in self.requiring for i in record.inputs]
+        made = self.prover.check_record(record, values, needs)
+        for name in dict.fromkeys(record.inputs):
+            self.readers[name].remove(record)
+            if not self.readers[name]:
+                self.values.pop(name)
+        for old, new, value in zip(record.outputs, record.new_outputs, made, strict=False):
+            if old in self.requiring:
+                self.requiring.add(new)
+            self.met(new, value)
+
+    def give_up(self, reason: str) -> None:
+        """Tell of every record that still waits."""
+        for record in self.waiting.values():
+            self.prover._unchecked(record, reason)
+        self.waiting.clear()
+
+
+def _requiring_grad(graph: fx.Graph, body: Body) -> set[str]:
+    """Names of the values that a gradient flows into, by the graph alone.
+
+    Every floating input counts, so that the gradients that a caller may ask for are checked too.
+    """
+    found: set[str] = set()
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex()):
+            continue
+        if node.op == "placeholder":
+            found.add(node.name)
+        elif node.op == "get_attr":
+            value = body.attribute(str(node.target))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                found.add(node.name)
+        elif "detach" not in str(node.target) and any(
+            a.name in found for a in node.all_input_nodes
+        ):
+            found.add(node.name)
+    return found
+
+
+def _probabilities(graph: fx.Graph | None) -> collections.Counter[float]:
+    """The dropout probabilities in effect in a graph, dead nodes left out."""
+    found: collections.Counter[float] = collections.Counter()
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes) if graph is not None else ():
+        if node.op == "output" or node in live:
+            live.update(node.all_input_nodes)
+            found.update(p for _, _, p in dropout_arguments(node))
+    return found
+
+
+def _drops_unseeded(graph: fx.Graph) -> bool:
+    """Whether a graph drops by torch's generator rather than by a seed value."""
+    return any(
+        dropout_arguments(n) and not str(n.target).startswith("graphopt.") for n in graph.nodes
+    )
+
+
+def _check_of(
+    record: RewriteRecord,
+    status: str,
+    reason: str,
+    agreement: float | None,
+    comparison: Comparison | None,
+) -> Check:
+    return Check(
+        record.ordinal,
+        record.rule,
+        record.pass_name,
+        record.kind,
+        record.site,
+        status,
+        reason,
+        agreement,
+        comparison,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

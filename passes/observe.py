@@ -1,0 +1,156 @@
+"""See what autocast does to one op call, by running it on fake tensors under autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from graphopt.graph import ops
+from graphopt.graph.edit import fake_mode_of
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What autocast does to one call.
+
+    Attributes:
+        casts: position among the flattened arguments -> dtype that the operand is cast to.
+        dtype_argument: value for the op's `dtype` argument, None where it is left alone.
+        dtypes: dtypes of the results.
+        inside: whether a composite casts values that are not its operands.
+    """
+
+    casts: dict[int, torch.dtype]
+    dtype_argument: torch.dtype | None
+    dtypes: tuple[torch.dtype, ...]
+    inside: bool = False
+
+
+@contextlib.contextmanager
+def casting(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast of a device type on (to a dtype, without its cache) or off (None).
+
+    Unlike `torch.autocast` it does not ask whether the device is there: fake tensors need none.
+    """
+    enabled, low = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    cache = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_enabled(kind, dtype is not None)
+        torch.set_autocast_dtype(kind, low if dtype is None else dtype)
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, low)
+        torch.set_autocast_cache_enabled(cache)
+
+
+class _SeeCasts(TorchDispatchMode):
+    """Notes which tensors are cast, by identity, while an op runs."""
+
+    def __init__(self, operands: dict[int, list[int]]) -> None:
+        super().__init__()
+        self.operands = operands
+        self.casts: dict[int, torch.dtype] = {}
+        self.copies = 0  # casts of distinct values
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default and kwargs.get("dtype") is not None:
+            positions = self.operands.get(id(args[0]))
+            self.copies += 1
+            for i in positions or ():
+                self.casts[i] = kwargs["dtype"]
+        return func(*args, **kwargs)
+
+
+def observe(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, dtype: torch.dtype
+) -> Observation:
+    """See what autocast does to a call, on fake tensors.
+
+    Args:
+        target: an ATen overload.
+        args: its arguments with fake tensors for nodes.
+        kwargs: its keyword arguments, likewise.
+        kind: device type of the autocast.
+        dtype: its low precision.
+
+    Raises:
+        RuntimeError: what the op itself raises under autocast (binary_cross_entropy, say).
+    """
+    flat, spec = tree_flatten((args, kwargs))
+    on = _run(target, flat, spec, casting(kind, dtype))
+    off = _run(target, flat, spec, casting(kind, None), may_fail=True)  # refuses unlike dtypes
+    casts = {i: d for i, d in on.casts.items() if off.casts.get(i) != d}
+    # Autocast casts to one dtype, before the op begins; other casts are the op's own (attention's).
+    first = next(iter(casts.values()), None)
+    casts = {i: d for i, d in casts.items() if d == first}
+    if casts:
+        with torch.no_grad(), casting(kind, None):
+            flat = [v.to(casts[i]) if i in casts else v for i, v in enumerate(flat)]
+        off = _run(target, flat, spec, casting(kind, None), may_fail=True)
+    dtypes, argument = dtypes_of(on.result), None
+    inside = on.copies - len(casts) > off.copies  # more than the op itself casts
+    if not inside and dtypes != dtypes_of(off.result):
+        if _takes_dtype(target):
+            argument = dtypes[0]
+        elif not casts:  # an overload with a dtype was called in its place (norm)
+            casts = {i: dtypes[0] for i, v in enumerate(flat) if is_float(v)}
+    return Observation(casts, argument, dtypes, inside)
+
+
+@dataclasses.dataclass
+class _Run:
+    casts: dict[int, torch.dtype]
+    copies: int
+    result: Any
+
+
+def _run(
+    target: Any, flat: Sequence[Any], spec: Any, autocast: Any, may_fail: bool = False
+) -> _Run:
+    operands: dict[int, list[int]] = {}
+    for i, value in enumerate(flat):
+        if isinstance(value, torch.Tensor):
+            operands.setdefault(id(value), []).append(i)
+    args, kwargs = tree_unflatten(list(flat), spec)
+    mode = fake_mode_of(list(flat)) or contextlib.nullcontext()
+    see = _SeeCasts(operands)
+    result = None
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    try:
+        if may_fail:
+            log.setLevel(logging.CRITICAL)  # it would report the expected failure
+        with torch.no_grad(), mode, see, autocast:
+            result = target(*args, **kwargs)
+    except Exception:
+        if not may_fail:
+            raise
+    finally:
+        log.setLevel(level)
+    return _Run(see.casts, see.copies, result)
+
+
+def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
+    return tuple(t.dtype for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _takes_dtype(target: Any) -> bool:
+    return any(name == "dtype" for name, _ in ops.parameters(target) or ())

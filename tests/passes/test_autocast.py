@@ -1,0 +1,175 @@
+"""An ambient autocast written into the graph gives what eager gives under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphopt.graph.body import Body
+from graphopt.numerics import compare
+from graphopt.passes import Log
+from graphopt.passes.autocast import MaterializeAutocast, materialize_autocast
+from graphopt.passes.observe import casting
+from graphopt.step import step
+
+BF16 = torch.bfloat16
+aten = torch.ops.aten
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def body_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = BF16) -> Body:
+    """Captured under autocast, unless `dtype` is None."""
+    with casting(x.device.type, dtype):
+        exported = torch.export.export(model, (x,), strict=False)
+    graph = exported.module(check_guards=False).graph
+    for node in list(graph.nodes):
+        if node.op == "call_module" or "_assert_tensor_metadata" in str(node.target):
+            graph.erase_node(node)
+    output = next(iter(reversed(graph.nodes)))
+    return Body(graph, model, len(output.args[0]), device=x.device)
+
+
+class Call(nn.Module):
+    """A function of the input and of a float32 weight, as a module."""
+
+    def __init__(self, call: Callable[..., Any], device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(8, 8) + 0.5).to(device)
+        self.weight = nn.Parameter(self.weight.detach())
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(x, self.weight)  # bf16 under autocast
+        return self.call(x.abs() + 0.1, self.weight, low.abs() + low.new_full((), 0.5))
+
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": lambda x, w, h: F.linear(x, w),
+    "matmul": lambda x, w, h: x @ w,
+    "mm_mixed": lambda x, w, h: torch.mm(h, w),
+    "addmm": lambda x, w, h: torch.addmm(x, h, w),
+    "bmm": lambda x, w, h: torch.bmm(x[None], w[None]),
+    "baddbmm": lambda x, w, h: torch.baddbmm(h[None], x[None], w[None]),
+    "conv": lambda x, w, h: F.conv1d(x[None], w[..., None]),
+    "attention": lambda x, w, h: F.scaled_dot_product_attention(x[None], h[None], w[None]),
+    "einsum": lambda x, w, h: torch.einsum("ij,jk->ik", x, w),
+    "einsum_mixed": lambda x, w, h: torch.einsum("ij,jk,kl->il", h, w, x),
+    "prelu": lambda x, w, h: F.prelu(h, w[0, 0]),
+    "exp": lambda x, w, h: torch.exp(h),
+    "log": lambda x, w, h: torch.log(h),
+    "pow": lambda x, w, h: h**2,
+    "rsqrt": lambda x, w, h: torch.rsqrt(h),
+    "softplus": lambda x, w, h: F.softplus(h),
+    "softmax": lambda x, w, h: torch.softmax(h, -1),
+    "log_softmax": lambda x, w, h: torch.log_softmax(h, -1),
+    "softmax_dtype": lambda x, w, h: torch.softmax(h, -1, dtype=torch.float32).to(h.dtype),
+    "layer_norm": lambda x, w, h: F.layer_norm(h, (8,), w[0], w[1]),
+    "group_norm": lambda x, w, h: F.group_norm(h, 2, w[0], w[1]),
+    "rms_norm": lambda x, w, h: F.rms_norm(h, (8,), w[0], 1e-6),
+    "batch_norm": lambda x, w, h: F.batch_norm(h, w[0].detach(), w[1].detach()),
+    "cross_entropy": lambda x, w, h: F.cross_entropy(h, torch.arange(8, device=h.device)),
+    "smoothed": lambda x, w, h: F.cross_entropy(
+        h, torch.arange(8, device=h.device), label_smoothing=0.1
+    ),
+    "nll_loss": lambda x, w, h: F.nll_loss(h, torch.arange(8, device=h.device)),
+    "mse_loss": lambda x, w, h: F.mse_loss(h, x),
+    "bce_logits": lambda x, w, h: F.binary_cross_entropy_with_logits(h, x.sigmoid()),
+    "cumsum": lambda x, w, h: torch.cumsum(h, 0),
+    "sum": lambda x, w, h: h.sum(-1),
+    "prod": lambda x, w, h: (h * 0.5).prod(-1),
+    "norm": lambda x, w, h: h.norm(),
+    "vector_norm": lambda x, w, h: torch.linalg.vector_norm(h, dim=-1),
+    "logsumexp": lambda x, w, h: torch.logsumexp(h, -1),
+    "mean": lambda x, w, h: h.mean(-1),
+    "cat": lambda x, w, h: torch.cat([x, h]),
+    "stack": lambda x, w, h: torch.stack([h, x]),
+    "addcmul": lambda x, w, h: torch.addcmul(h, x, h),
+    "add": lambda x, w, h: x + h,
+    "where": lambda x, w, h: torch.where(x > 1, x, h),
+    "gelu": lambda x, w, h: F.gelu(h),
+    "interpolate": lambda x, w, h: F.interpolate(h[None, None], scale_factor=2, mode="bilinear"),
+    "avg_pool": lambda x, w, h: F.avg_pool2d(h[None, None], 2),
+    "cosine": lambda x, w, h: F.cosine_similarity(h, x),
+    "cdist": lambda x, w, h: torch.cdist(h, x),
+    "embedding": lambda x, w, h: F.embedding(torch.arange(8, device=h.device), w) + h,
+    "user_cast": lambda x, w, h: (h.float() * x).to(torch.bfloat16) + h,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients_are_those_under_autocast(name: str, device: str) -> None:
+    model = Call(CALLS[name], device)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    try:
+        body = body_of(model, x)
+    except RuntimeError as error:
+        pytest.skip(f"eager refuses it: {str(error).splitlines()[0]}")
+    work = materialize_autocast(body, device, BF16)
+    eager = step(body.graph, body.attribute, [x], ["x"], autocast={device: BF16})
+    written = step(work.graph, work.attribute, [x], ["x"], like=eager)
+    exact = step(body.graph, body.attribute, [x], ["x"], like=eager, double=True)
+    result = eager.tensors["output/0"]
+    assert result is not None
+    assert torch.equal(result, written.tensors["output/0"]), "forward differs in some bit"
+    assert work.output.args[0][0].meta["val"].dtype == result.dtype
+    found = compare(eager.tensors, written.tensors, exact.tensors, mean_counts=False)
+    assert found.passed, repr(found)
+
+
+class Shared(nn.Module):
+    """One weight read twice, a region with autocast off, and one with another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(self.a(x)))
+
+
+def casts(body: Body) -> list[str]:
+    return [n.args[0].name for n in body.graph.nodes if n.target is aten.to.dtype]
+
+
+def test_a_value_is_cast_once() -> None:
+    work = materialize_autocast(body_of(Shared(), torch.randn(4, 8)), "cpu", BF16)
+    assert sorted(casts(work)) == ["a_bias", "a_weight", "b_bias", "b_weight", "x"]
+
+
+def test_marks_of_inner_regions_are_kept() -> None:
+    body = body_of(Shared(), torch.randn(4, 8), None)
+    first, second, _third = (n for n in body.graph.nodes if n.target is aten.linear.default)
+    first.meta["graphopt_precision_fixed"] = True
+    second.meta["graphopt_autocast"] = torch.float16
+    work = materialize_autocast(body, "cpu", BF16)
+    linears = [n for n in work.graph.nodes if n.target is aten.linear.default]
+    assert [n.meta["val"].dtype for n in linears] == [torch.float32, torch.float16, BF16]
+    assert "a_weight" not in [a.name for a in linears[2].all_input_nodes]
+
+
+def test_metadata_is_corrected_where_capture_saw_no_autocast() -> None:
+    model, x = Shared(), torch.randn(4, 8)
+    work = materialize_autocast(body_of(model, x, None), "cpu", BF16)
+    assert work.output.args[0][0].meta["val"].dtype == BF16
+    with torch.autocast("cpu", BF16):
+        expected = model(x)
+    found = step(work.graph, work.attribute, [x], ["x"]).tensors["output/0"]
+    assert torch.equal(found, expected)
+
+
+def test_the_pass_records_itself_and_empties_the_ambient() -> None:
+    body = body_of(Shared(), torch.randn(4, 8))
+    body.autocast = {"cpu": BF16}
+    log = Log(max_rewrites=0)
+    MaterializeAutocast().run(body, log)
+    assert body.autocast == {}
+    assert [(r.rule, r.kind) for r in log.rewrites] == [("materialize_autocast", "global")]
+    MaterializeAutocast().run(body, log)
+    assert len(log.rewrites) == 1
