@@ -260,6 +260,17 @@ def leaf_names(structure: Structure, signature: inspect.Signature | None) -> lis
         >>> leaf_names(s, inspect.signature(lambda x, y: None))
         ['x', 'y[0]']
     """
+    return [name for name, value in _named(structure, signature) if value is LEAF]
+
+
+def plain_values(structure: Structure, signature: inspect.Signature | None) -> dict[str, Any]:
+    """The values in `(args, kwargs)` that are not tensors, by the name a user would write."""
+    return {n: v[2] for n, v in _named(structure, signature) if v is not LEAF}
+
+
+def _named(
+    structure: Structure, signature: inspect.Signature | None
+) -> list[tuple[str, Structure]]:
     args, kwargs = structure[1]
     positional: list[str] = []
     rest = "args"
@@ -268,7 +279,7 @@ def leaf_names(structure: Structure, signature: inspect.Signature | None) -> lis
             positional.append(p.name)
         elif p.kind is p.VAR_POSITIONAL:
             rest = p.name
-    names: list[str] = []
+    names: list[tuple[str, Structure]] = []
     for i, child in enumerate(args[1]):
         extra = f"{rest}[{i - len(positional)}]"
         _name(child, positional[i] if i < len(positional) else extra, names)
@@ -277,10 +288,10 @@ def leaf_names(structure: Structure, signature: inspect.Signature | None) -> lis
     return names
 
 
-def _name(structure: Structure, prefix: str, names: list[str]) -> None:
+def _name(structure: Structure, prefix: str, names: list[tuple[str, Structure]]) -> None:
     tag = structure[0]
-    if tag == "leaf":
-        names.append(prefix)
+    if tag in ("leaf", "value"):
+        names.append((prefix, structure))
     elif tag in ("list", "tuple"):
         for i, s in enumerate(structure[1]):
             _name(s, f"{prefix}[{i}]", names)

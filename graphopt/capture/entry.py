@@ -1,0 +1,163 @@
+"""One captured, rewritten and compiled forward, ready to be called."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.capture import signature as sig
+from graphopt.capture.export import Capture
+from graphopt.capture.key import GraphKey
+from graphopt.emit import ParamRef, Program
+from graphopt.errors import GraphoptWarning
+from graphopt.graph.body import Body
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What `compile_body` gives back.
+
+    Attributes:
+        body: the body to run.
+        result: what the passes recorded (`.rewrites`, `.refusals`), None where none ran.
+    """
+
+    body: Body
+    result: Any = None
+
+
+ATTACHED = "_graphopt_attached"
+"""Mark on a forward that `attach` put on a module; the source's own forward is its class's."""
+
+
+def eager_forward(source: nn.Module) -> Callable[..., Any]:
+    """The source's own forward, also while an optimized one is attached to it."""
+    own = source.__dict__.get("forward")
+    if own is not None and getattr(own, ATTACHED, False):
+        return type(source).forward.__get__(source)  # type: ignore[no-any-return]
+    return source.forward
+
+
+class Eager:
+    """Stands for a graph where the source itself runs (`on_error="fallback"`)."""
+
+    def __init__(self, source: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
+        self.source = source
+        self.shapes = shapes
+
+    def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Every size: what cannot be captured at one size cannot be at another."""
+        return True
+
+    def call(
+        self, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the source."""
+        return eager_forward(self.source)(*args, **kwargs)
+
+
+class Entry:
+    """A graph in force for one key.
+
+    Attributes:
+        capture: what was captured (its body is the graph before the passes).
+        compiled: the body after the passes, and their record.
+        program: the compiled function of that body.
+        shapes: the sizes it was captured with.
+    """
+
+    def __init__(self, capture: Capture, compiled: Compiled, key: GraphKey, label: str) -> None:
+        self.capture = capture
+        self.compiled = compiled
+        self.shapes = key.shapes()
+        body = compiled.body
+        mode = "train" if body.training else "eval"
+        self.program = Program(body, f"{label} {mode}")
+        self._function = self.program.function
+        self._cells = [(r.owner, r.name) for r in self.program.refs]
+        self._outputs = capture.outputs
+        self._count = body.user_outputs
+        self._autocast = tuple(body.autocast)
+        inputs = [n.name for n in body.placeholders]
+        self._writes: list[tuple[int, ParamRef | int]] = []
+        for m in body.mutations:
+            target = inputs.index(m.target) if m.kind == "input" else ParamRef.of(body, m.target)
+            self._writes.append((m.output, target))
+        self._written_inputs = [t for _, t in self._writes if isinstance(t, int)]
+        self._returned: list[tuple[int, ParamRef | int]] = []
+        for i, (kind, name) in capture.returned.items():
+            place = inputs.index(name) if kind == "input" else ParamRef.of(body, name)
+            self._returned.append((i, place))
+
+    def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether the graph is right for these sizes."""
+        guards = self.capture.guards
+        if guards is None:
+            return self.shapes == tuple(map(tuple, shapes))
+        return guards.broken(shapes) is None
+
+    def call(
+        self, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the graph: read the state, run the body, write what it mutates, build the result.
+
+        Args:
+            leaves: the tensor arguments, in order.
+            args: the arguments as given, for a call whose arguments overlap in memory.
+            kwargs: likewise.
+        """
+        if self._written_inputs and self._overlap(leaves):
+            warnings.warn(
+                "an argument that is written in place shares memory with another one:"
+                " running the model unoptimized for this call",
+                GraphoptWarning,
+                3,
+            )
+            return eager_forward(self.compiled.body.root)(*args, **kwargs)
+        state = [d[n] for d, n in self._cells]
+        if self._autocast:
+            values = self._without_autocast(state, leaves)
+        else:
+            values = self._function(state, *leaves)
+        if self._writes:
+            self._epilogue(values, leaves)
+        if self._returned:
+            values = self._with_returned(values, leaves)
+        return sig.unflatten(self._outputs, values)
+
+    def _without_autocast(
+        self, state: list[torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """Run with the ambient autocast off: its casts stand in the graph."""
+        for device in self._autocast:
+            torch.set_autocast_enabled(device, False)
+        try:
+            return self._function(state, *leaves)  # type: ignore[no-any-return]
+        finally:
+            for device in self._autocast:
+                torch.set_autocast_enabled(device, True)
+
+    def _epilogue(self, values: tuple[Any, ...], leaves: Sequence[torch.Tensor]) -> None:
+        """Write mutated inputs and state back, in the order of the graph."""
+        with torch.no_grad():
+            for output, target in self._writes:
+                place = leaves[target] if isinstance(target, int) else target.read()
+                place.copy_(values[output])
+
+    def _with_returned(
+        self, values: tuple[Any, ...], leaves: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        """Put the written tensors themselves in the places where eager returns them."""
+        found = list(values)
+        for i, target in self._returned:
+            found[i] = leaves[target] if isinstance(target, int) else target.read()
+        return found
+
+    def _overlap(self, leaves: Sequence[torch.Tensor]) -> bool:
+        storages = [t.untyped_storage()._cdata for t in leaves]
+        return any(storages.count(storages[i]) > 1 for i in self._written_inputs)

@@ -1,0 +1,295 @@
+"""The emitted module: a GraphModule over the source's own state that runs captured graphs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.capture import signature as sig
+from graphopt.capture.entry import Compiled, Entry
+from graphopt.capture.key import GraphKey, StateGuard, ambient, leaf_facts
+from graphopt.capture.shadow import SOURCE_OF
+from graphopt.capture.store import GraphStore, Recapture, Settings
+from graphopt.errors import GraphOptError
+from graphopt.graph.body import Body
+
+__all__ = ["Compiled", "GraphoptModule", "Recapture", "Settings"]
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Dicts that the optimized module and its source hold in common: state and hooks stay one."""
+
+_OWN = frozenset({SOURCE_OF, "_store", "_guard", "_settings", "_compile_body", "training"})
+
+
+class GraphoptModule(fx.GraphModule):
+    """A module that runs captured, optimized graphs of its source.
+
+    It shares parameters, buffers, submodules and root hooks with the source, so that state paths,
+    `state_dict` keys and parameter identity are the source's. Unknown attributes are the source's.
+    Graphs are captured at the first call of each kind and kept.
+
+    Example:
+        >>> opt = GraphoptModule(nn.Linear(4, 2))
+        >>> type(opt).__name__, opt(torch.ones(1, 4)).shape
+        ('OptimizedLinear', torch.Size([1, 2]))
+    """
+
+    def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> GraphoptModule:
+        """An instance of a class of its own, which shows the source's name and signature."""
+        forward = _forward_like(source)
+        names = {"forward": forward, "__module__": cls.__module__, "__doc__": source.__doc__}
+        kind = type(f"Optimized{type(source).__name__}", (cls,), names)
+        return object.__new__(kind)
+
+    def __init__(
+        self,
+        source: nn.Module,
+        settings: Settings | None = None,
+        compile_body: Callable[[Body], Compiled] = Compiled,
+    ) -> None:
+        """Wrap a source; nothing is captured yet.
+
+        Args:
+            source: the module to optimize; it stays usable, on the same state.
+            settings: how to capture.
+            compile_body: turns a captured body into the one to run; it must not change the body
+                that it is given, and must pickle when the module shall.
+        """
+        self.__dict__[SOURCE_OF] = source
+        nn.Module.__init__(self)
+        self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
+        self.__dict__["meta"] = {}
+        self._settings = settings or Settings()
+        self._compile_body = compile_body
+        self._guard = StateGuard(source)
+        self._store = GraphStore(source, self._settings, compile_body)
+
+    # ---- calls
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves: list[torch.Tensor] = []
+        structure = sig.flatten((args, kwargs), leaves)
+        key = GraphKey(self._guard.number(), ambient(), structure, leaf_facts(leaves))
+        store = self._store
+        entry = store.exact.get(key)
+        if entry is None:
+            entry = store.find(key, args, kwargs)
+        store.last = entry if isinstance(entry, Entry) else store.last
+        return entry.call(leaves, args, kwargs)
+
+    def capture(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Entry | None:
+        """Capture the graph for these arguments in the present mode, without running it.
+
+        Args:
+            args: positional arguments of forward.
+            kwargs: keyword arguments.
+
+        Returns:
+            The graph in force for them; None where the source runs (`on_error="fallback"`).
+        """
+        args, kwargs = tuple(args), kwargs or {}
+        leaves: list[torch.Tensor] = []
+        structure = sig.flatten((args, kwargs), leaves)
+        key = GraphKey(self._guard.number(), ambient(), structure, leaf_facts(leaves))
+        entry = self._store.exact.get(key) or self._store.find(key, args, kwargs)
+        if not isinstance(entry, Entry):
+            return None
+        self._store.last = entry
+        return entry
+
+    # ---- what is in force
+
+    @property
+    def source(self) -> nn.Module:
+        """The module that this one was made from."""
+        return self.__dict__[SOURCE_OF]  # type: ignore[no-any-return]
+
+    @property
+    def entry(self) -> Entry:
+        """The graph in force: the latest one of the present training mode.
+
+        Raises:
+            GraphOptError: when nothing was captured yet.
+        """
+        last, training = self._store.last, self.source.training
+        if last is not None and last.compiled.body.training == training:
+            return last
+        for entry in reversed(self._store.entries()):
+            if entry.compiled.body.training == training:
+                return entry
+        if last is not None:
+            return last
+        raise GraphOptError(
+            "no graph yet",
+            why="a graph is captured at the first call",
+            try_="call the module once, or pass example_inputs to optimize()",
+        )
+
+    @property
+    def body(self) -> Body:
+        """The body in force, after the passes."""
+        return self.entry.compiled.body
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph in force, after the passes."""
+        return self.body.graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        raise GraphOptError(
+            "the graph of an optimized module cannot be set",
+            why="one module holds a graph per mode and kind of input",
+            try_="rules= of optimize(), or work on copy_graph(opt.graph)",
+        )
+
+    @property
+    def code(self) -> str:
+        """The graph in force as Python source."""
+        from graphopt.graph.text import python_code
+
+        return python_code(self.body, sig.signature_of(self.source))
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """Print and return the graph in force as Python source."""
+        text = self.code
+        if print_output:
+            print(text)
+        return text
+
+    @property
+    def rewrites(self) -> list[Any]:
+        """What the passes did to the graph in force."""
+        return list(getattr(self.entry.compiled.result, "rewrites", ()))
+
+    @property
+    def refusals(self) -> list[Any]:
+        """What the passes did not do to the graph in force, and why."""
+        return list(getattr(self.entry.compiled.result, "refusals", ()))
+
+    @property
+    def recaptures(self) -> list[Recapture]:
+        """Captures after the first, with their reasons."""
+        return list(self._store.recaptures)
+
+    def recompile(self) -> Any:
+        """Nothing to do: the code of each graph is made once, when it is captured."""
+        return None
+
+    # ---- one with the source
+
+    @property
+    def training(self) -> bool:
+        """The source's training flag."""
+        return self.source.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_store" in self.__dict__:  # not while nn.Module's own __init__ runs
+            self.source.training = mode
+
+    def train(self, mode: bool = True) -> GraphoptModule:
+        """Set the source's mode, through its own `train`; the graph of that mode is in force."""
+        self.source.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GraphoptModule:
+        self.source._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The source's `state_dict`."""
+        return self.source.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The source's `load_state_dict`."""
+        return self.source.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        source = self.__dict__.get(SOURCE_OF)
+        if source is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or "_store" not in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.source, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.source)})
+
+    def __repr__(self) -> str:
+        return f"Optimized{self.source!r}"
+
+    __str__ = __repr__
+
+    # ---- copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (GraphoptModule, self.source, self._settings, self._compile_body)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def __copy__(self) -> GraphoptModule:
+        return _rebuild(GraphoptModule, self.source, self._settings, self._compile_body)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphoptModule:
+        source = copy.deepcopy(self.source, memo)
+        new = _rebuild(GraphoptModule, source, self._settings, self._compile_body)
+        memo[id(self)] = new
+        return new
+
+
+def _rebuild(
+    kind: type[GraphoptModule],
+    source: nn.Module,
+    settings: Settings,
+    compile_body: Callable[[Body], Compiled],
+) -> GraphoptModule:
+    return kind(source, settings, compile_body)
+
+
+def _forward_like(source: nn.Module) -> Callable[..., Any]:
+    """A forward for the optimized class, with the source's signature and docstring."""
+
+    def forward(self: GraphoptModule, *args: Any, **kwargs: Any) -> Any:
+        return self._call(args, kwargs)
+
+    signature = sig.signature_of(source)
+    if signature is not None:
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if any(p.kind is p.POSITIONAL_ONLY for p in signature.parameters.values()):
+            me = me.replace(kind=inspect.Parameter.POSITIONAL_ONLY)
+        if "self" in signature.parameters:  # a forward(self, self_) cannot name both
+            me = me.replace(name="_self", kind=inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [me, *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    forward.__doc__ = source.forward.__doc__
+    return forward
