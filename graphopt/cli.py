@@ -124,7 +124,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         _print_json(found.to_dict())
     else:
         show(found.headline, found.tables())
-        show(found.closing)
+        show("\n" + found.closing)
     return GOOD
 
 
@@ -150,9 +150,11 @@ def _rules(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(rows)
         return GOOD
-    header = ("name", "family", "module", "doc")
-    cells = (tuple(row[title] for title in header) for row in rows)
-    show("", [Table(("rule", "family", "lives in", "what it does"), tuple(cells))])
+    cells = (
+        (row["name"], row["module"].removeprefix("graphopt.").replace(".", "/") + ".py", row["doc"])
+        for row in rows
+    )
+    show("", [Table(("rule", "lives in", "what it does"), tuple(cells))])
     return GOOD
 
 

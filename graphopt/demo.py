@@ -109,7 +109,8 @@ def run(device: str | None = None, quiet: bool = False) -> DemoResult:
 
     loss, gradients, parameters = _train_one_step(opt, inputs)
     say(
-        f"\n3. one training step: loss {loss:.4f}, gradients for {gradients} of {parameters} parameters"
+        f"\n3. one training step: loss {loss:.4f}, "
+        f"finite gradients for {gradients} of {parameters} parameters"
     )
 
     timings = _time_on_gpu(model, opt) if device.startswith("cuda") else ()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Before anything imports Triton, which reads it then: without a GPU the tests run its kernels in its
-# interpreter (tests/kernels; elsewhere operators on the CPU take their reference all the same).
+# Before anything imports Triton, which reads it then: without a GPU the tests run its kernels in
+# its interpreter (tests/kernels; elsewhere operators on the CPU take their reference all the same).
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -23,6 +23,28 @@ settings.register_profile(
     "nightly", settings.get_profile("ci"), derandomize=False, max_examples=2000
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _declare_torchvision_ops() -> None:
+    """Let timm and transformers import beside a CPU build of torch.
+
+    PyPI's torchvision is compiled for torch's CUDA build and finds none of its ops there. It
+    describes two of them to torch at import, which then fails. No test runs them, so declaring
+    their schemas is enough.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for op in ("nms", "qnms"):
+            library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT_ALIVE.append(library)
+    except ImportError:
+        pass
+
+
+_KEPT_ALIVE: list[torch.library.Library] = []
+_declare_torchvision_ops()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
+from graphopt.capture import capture
 from graphopt.cost.ops import nodes_cost
 from graphopt.graph.record import Refusal, RewriteRecord
-from graphopt.passes.pipeline import PipelineResult, graph_size
+from graphopt.graph.text import type_text
+from graphopt.passes import PassOptions, PipelineResult, Rule, run_pipeline
+from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.passes.pipeline import graph_size
 from graphopt.report.rules import (
     RefusalSummary,
     RuleSummary,
@@ -20,16 +25,6 @@ from graphopt.report.rules import (
     rule_table,
 )
 from graphopt.report.table import Table, size
-
-_SHORT = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "bool",
-}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,7 +79,9 @@ class Explanation:
         return cls(
             model=type(model).__name__,
             mode="train" if before.training else "eval",
-            inputs=tuple(map(_input_text, before.placeholders)),
+            inputs=tuple(
+                f"{node.name}: {type_text(node.meta.get('val'))}" for node in before.placeholders
+            ),
             nodes_before=graph_size(before.graph),
             nodes_after=graph_size(after.graph),
             bytes_before=nodes_cost(before.graph.nodes).bytes,
@@ -138,10 +135,45 @@ class Explanation:
         return {**data, **{name: [r.to_dict() for r in getattr(self, name)] for name in nested}}
 
 
-def _input_text(node: fx.Node) -> str:
-    """A placeholder as "name: f32[2, 64]"."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return f"{node.name}: {value}"
-    dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
-    return f"{node.name}: {dtype}[{', '.join(map(str, value.shape))}]"
+def explain(
+    model: torch.nn.Module,
+    example_inputs: torch.Tensor | tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    fuse: bool = True,
+    rules: str | Rule | Iterable[str | Rule] = "default",
+    max_rewrites: int | None = None,
+) -> Explanation:
+    """Say what `optimize` would do to a model: a dry run that changes and computes nothing.
+
+    The model is captured in its present mode, under the grad mode and autocast of the call.
+
+    Args:
+        model: the model, which stays as it is.
+        example_inputs: a tensor, or a tuple of positional arguments.
+        example_kwargs: keyword arguments.
+        fuse: as in `optimize`.
+        rules: as in `optimize`.
+        max_rewrites: as in `optimize`.
+
+    Returns:
+        What would be rewritten, what would not, and why. Printing it shows the tables.
+
+    Raises:
+        CaptureError: when the model cannot be captured, naming the construct and its line.
+        OptionError: for unknown rules.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.ReLU())
+        >>> [row.rule for row in explain(model, torch.ones(2, 8)).rules if row.fired]
+        ['layer_norm']
+    """
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    start = time.perf_counter()
+    body = capture(model, args, dict(example_kwargs or {})).body
+    kind = body.device.type
+    if torch.is_autocast_enabled(kind):
+        body.autocast = {kind: torch.get_autocast_dtype(kind)}
+    options = PassOptions(fuse=fuse, rules=rules, max_rewrites=max_rewrites)
+    result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
+    return Explanation.of(model, result, time.perf_counter() - start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 from graphopt.graph.record import Refusal, RewriteRecord, Site
 from graphopt.report.fold import fold_text
 from graphopt.report.table import Table, size
+
+# Node names as reasons spell them: "mul_3 (aten.mul)", "aten.mul (mul_3)", plain "mul_3".
+_NODE_BEFORE_OP = re.compile(r"\b(\w+?)(?:_\d+)? \((?=aten\.|graphopt\.)")
+_NODE_AFTER_OP = re.compile(r"((?:aten|graphopt)\.\w+) \((\w+?)(?:_\d+)?\)")
+_NUMBERED = re.compile(r"(?<=[a-z])_\d+(?=_|\b)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +109,12 @@ def by_reason(refusals: Sequence[Refusal]) -> tuple[RefusalSummary, ...]:
     """
     groups: dict[tuple[str, str, str], list[Refusal]] = {}
     for refusal in refusals:
-        key = (refusal.rule, refusal.reason, line_of(refusal.site))
+        key = (refusal.rule, _without_numbers(refusal.reason), line_of(refusal.site))
         groups.setdefault(key, []).append(refusal)
     rows = [
         RefusalSummary(
             rule=rule,
-            reason=reason,
+            reason=group[0].reason if len(group) == 1 else reason,
             count=len(group),
             where=fold_text(r.site.module for r in group),
             line=line,
@@ -118,6 +124,13 @@ def by_reason(refusals: Sequence[Refusal]) -> tuple[RefusalSummary, ...]:
         for (rule, reason, line), group in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.total - row.matched, row.rule, row.line)))
+
+
+def _without_numbers(reason: str) -> str:
+    """A reason with the numbers of its node names starred: repeated blocks differ in these only."""
+    reason = _NODE_BEFORE_OP.sub(r"\1_* (", reason)
+    reason = _NODE_AFTER_OP.sub(r"\1 (\2_*)", reason)
+    return _NUMBERED.sub("_*", reason)
 
 
 def line_of(site: Site) -> str:

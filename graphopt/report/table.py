@@ -61,7 +61,7 @@ def show(text: str, tables: Sequence[Table] = (), file: TextIO | None = None) ->
     """
     file = sys.stdout if file is None else file
     if not file.isatty():
-        print("\n".join(part for part in (text, *map(str, tables)) if part), file=file)
+        print("\n\n".join(part for part in (text, *map(str, tables)) if part), file=file)
         return
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -69,7 +69,9 @@ def show(text: str, tables: Sequence[Table] = (), file: TextIO | None = None) ->
     console = Console(file=file)
     if text:
         console.print(text, markup=False, highlight=False)
-    for table in tables:
+    for i, table in enumerate(tables):
+        if text or i:
+            console.print()
         view = RichTable(box=None, header_style="bold", pad_edge=False)
         for title in table.header:
             view.add_column(title, justify="right" if title in table.right else "left")

@@ -70,7 +70,7 @@ def test_table_wraps_its_last_column_under_itself():
 def test_show_writes_no_escape_codes_into_a_pipe():
     out = io.StringIO()
     show("title", [Table(("rule",), (("glu",),))], file=out)
-    assert out.getvalue() == "title\nrule\nglu\n"
+    assert out.getvalue() == "title\n\nrule\nglu\n"
 
 
 def test_show_on_a_terminal_keeps_brackets():
@@ -115,6 +115,21 @@ def test_by_reason_groups_repeated_blocks_and_puts_the_nearest_miss_first():
         ("bias_act", 1, "h.3.mlp", "gpt.py:7"),
         ("glu", 12, "h.*.mlp x12", "gpt.py:7"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "shown"),
+    [
+        (("used by add (aten.add)", "used by add_3 (aten.add)"), "used by add_* (aten.add)"),
+        (("found aten.mul (mul)", "found aten.mul (mul_17)"), "found aten.mul (mul_*)"),
+        (("h_0_w is 3", "h_1_w is 3"), "h_*_w is 3"),
+        (("over dim 1",), "over dim 1"),
+        (("used by add_3 (aten.add)",), "used by add_3 (aten.add)"),
+    ],
+)
+def test_by_reason_folds_node_names_of_repeated_blocks(reasons, shown):
+    rows = by_reason([refusal("glu", f"h.{i}", reason) for i, reason in enumerate(reasons)])
+    assert [row.reason for row in rows] == [shown]
 
 
 def test_line_of_a_site_without_a_file_is_empty():
