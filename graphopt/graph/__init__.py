@@ -1,0 +1,15 @@
+"""Graphs: the captured body, facts about nodes, the one editor, lint, printing, patterns, records."""
+
+from graphopt.graph.body import CONSTANTS, Body, Mutation, copy_graph
+from graphopt.graph.record import Refusal, RewriteRecord, Site, site_of
+
+__all__ = [
+    "CONSTANTS",
+    "Body",
+    "Mutation",
+    "Refusal",
+    "RewriteRecord",
+    "Site",
+    "copy_graph",
+    "site_of",
+]

@@ -1,0 +1,100 @@
+"""The unit that passes work on: one captured forward, as a pure function of its inputs and state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+CONSTANTS = "_graphopt_constants"
+"""Prefix of the `get_attr` targets of lifted constants, which never stand in a `state_dict`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One write that the epilogue does after the body, under `no_grad`.
+
+    Attributes:
+        output: position, in the body's flat output tuple, of the new value.
+        kind: "buffer", "parameter" or "input".
+        target: the state path ("bn.running_mean"), or the placeholder's name for an input.
+    """
+
+    output: int
+    kind: str
+    target: str
+
+
+@dataclasses.dataclass
+class Body:
+    """A captured forward: functional ATen and graphopt ops, nothing read or written outside.
+
+    Attributes:
+        graph: placeholders (one per tensor or symbolic-integer input leaf), `get_attr` nodes for
+            state and constants, `call_function` nodes, and one flat tuple as output.
+        root: the module against which `get_attr` targets resolve; it shares the source's state.
+        user_outputs: the first so many outputs are the user's; the rest are mutated values.
+        mutations: what the epilogue writes back.
+        constants: lifted constant tensors by the last part of their `get_attr` target.
+        training: the training flag of the root at capture.
+        grad: whether autograd was recording at capture.
+        device: where the body computes; seeds are drawn from that device's generator.
+        autocast: dtype of the ambient `torch.autocast` by device type, empty where there is none.
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    user_outputs: int
+    mutations: tuple[Mutation, ...] = ()
+    constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    training: bool = False
+    grad: bool = True
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    autocast: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
+
+    @property
+    def output(self) -> fx.Node:
+        """The graph's output node."""
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The input nodes, in calling order."""
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def attribute(self, target: str) -> Any:
+        """The parameter, buffer or constant that a `get_attr` node reads.
+
+        Args:
+            target: a dotted path, as `node.target` holds it.
+
+        Raises:
+            AttributeError: when no such state exists on the root.
+        """
+        if target.startswith(CONSTANTS + "."):
+            return self.constants[target.removeprefix(CONSTANTS + ".")]
+        value: Any = self.root
+        for part in target.split("."):
+            value = getattr(value, part)
+        return value
+
+    def copy(self) -> Body:
+        """The same body over a copy of its graph (nodes and names new, metadata shared)."""
+        return dataclasses.replace(self, graph=copy_graph(self.graph))
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A node-by-node copy of a graph, with the same names and metadata.
+
+    Example:
+        >>> g = fx.Graph(); x = g.placeholder("x"); _ = g.output((x,))
+        >>> [n.name for n in copy_graph(g).nodes]
+        ['x', 'output']
+    """
+    copy = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = copy.node_copy(node, env.__getitem__)
+    return copy

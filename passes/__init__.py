@@ -1,0 +1,30 @@
+"""The passes: `PIPELINE` is read top to bottom; each takes a valid graph and leaves a valid one."""
+
+from graphopt.passes.base import REGISTRY, Log, Match, Pass, Rule, rule
+from graphopt.passes.pipeline import (
+    PassOptions,
+    PipelineResult,
+    Stage,
+    all_rules,
+    pipeline,
+    run_pipeline,
+    select_rules,
+)
+from graphopt.passes.seed import seed_dropouts
+
+__all__ = [
+    "REGISTRY",
+    "Log",
+    "Match",
+    "Pass",
+    "PassOptions",
+    "PipelineResult",
+    "Rule",
+    "Stage",
+    "all_rules",
+    "pipeline",
+    "rule",
+    "run_pipeline",
+    "seed_dropouts",
+    "select_rules",
+]

@@ -1,0 +1,1 @@
+"""Rules that bring the many spellings of one meaning to one form."""

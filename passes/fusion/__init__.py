@@ -1,0 +1,1 @@
+"""Rules that turn a chain of ops into one fused kernel."""
