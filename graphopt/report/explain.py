@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphopt.capture import capture
+from graphopt.capture.key import ambient, autocast_dtypes
 from graphopt.cost.ops import nodes_cost
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
@@ -171,9 +172,7 @@ def explain(
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     start = time.perf_counter()
     body = capture(model, args, dict(example_kwargs or {})).body
-    kind = body.device.type
-    if torch.is_autocast_enabled(kind):
-        body.autocast = {kind: torch.get_autocast_dtype(kind)}
+    body.autocast = autocast_dtypes(ambient())
     options = PassOptions(fuse=fuse, rules=rules, max_rewrites=max_rewrites)
     result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
     return Explanation.of(model, result, time.perf_counter() - start)
