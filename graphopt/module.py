@@ -169,7 +169,7 @@ class GraphoptModule(fx.GraphModule):
         """The graph in force as Python source."""
         from graphopt.graph.text import python_code
 
-        return python_code(self.body, sig.signature_of(self.source))
+        return python_code(self.body)
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Print and return the graph in force as Python source."""

@@ -82,7 +82,9 @@ class Entry:
         self._cells = [(r.owner, r.name) for r in self.program.refs]
         self._outputs = capture.outputs
         self._count = body.user_outputs
-        self._autocast = tuple(body.autocast)
+        # a pass that wrote the casts into the graph empties the body's autocast; until one did,
+        # the body runs under the ambient autocast
+        self._autocast = () if body.autocast else tuple(capture.body.autocast)
         inputs = [n.name for n in body.placeholders]
         self._writes: list[tuple[int, ParamRef | int]] = []
         for m in body.mutations:

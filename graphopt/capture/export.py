@@ -175,8 +175,12 @@ def _dynamic_shapes(leaves: list[torch.Tensor], dynamic: dict[int, set[int]]) ->
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Export with autocast and inference mode off, its own logs quiet, and generators kept."""
-    active = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    """Export out of inference mode, its own logs quiet, generators and autocast's cache kept.
+
+    An ambient autocast stays on, so that dtypes the model reads off its tensors are those of a
+    run under it; the recorded operations hold no casts (`MaterializeAutocast` writes them).
+    """
+    cached = torch.is_autocast_cache_enabled()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     states = torch.cuda.get_rng_state_all() if cuda else []
     cpu = torch.get_rng_state()
@@ -189,8 +193,7 @@ def _isolated() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
-        for device in active:
-            stack.enter_context(torch.autocast(device, enabled=False))
+        torch.set_autocast_cache_enabled(False)  # it would keep casts of fake tensors
         for log in loggers:
             log.setLevel(logging.CRITICAL)
         try:
@@ -198,6 +201,7 @@ def _isolated() -> Iterator[None]:
         finally:
             for log, level in zip(loggers, levels, strict=True):
                 log.setLevel(level)
+            torch.set_autocast_cache_enabled(cached)
             torch.set_rng_state(cpu)
             if cuda:
                 torch.cuda.set_rng_state_all(states)

@@ -119,7 +119,8 @@ class StateGuard:
             tensors = [d[n] for d, n in self._refs]
             facts = [t.requires_grad for t in tensors]
             dtypes = [t.dtype for t in tensors]
-            devices = [t.device for t in tensors]
+            # one device at each end: a model moved in part fails loudly in its operations
+            devices = [t.device for t in (*tensors[:1], *tensors[-1:])]
         except (KeyError, AttributeError):  # a parameter was removed or set to None
             self._snapshot()
             return self.number()
