@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphopt.capture import capture
 from graphopt.capture.key import ambient, autocast_dtypes
@@ -16,7 +18,6 @@ from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
 from graphopt.passes import PassOptions, PipelineResult, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
-from graphopt.passes.pipeline import graph_size
 from graphopt.report.rules import (
     RefusalSummary,
     RuleSummary,
@@ -66,6 +67,7 @@ class Explanation:
     def of(
         cls,
         model: torch.nn.Module,
+        names: Sequence[str],
         result: PipelineResult,
         seconds: float,
     ) -> Explanation:
@@ -73,6 +75,7 @@ class Explanation:
 
         Args:
             model: the source model, for its class name.
+            names: a name per input of the captured graph.
             result: what `run_pipeline` returned.
             seconds: what capture and passes took together.
         """
@@ -81,10 +84,11 @@ class Explanation:
             model=type(model).__name__,
             mode="train" if before.training else "eval",
             inputs=tuple(
-                f"{node.name}: {type_text(node.meta.get('val'))}" for node in before.placeholders
+                f"{name}: {type_text(node.meta.get('val'))}"
+                for name, node in zip(names, before.placeholders, strict=True)
             ),
-            nodes_before=graph_size(before.graph),
-            nodes_after=graph_size(after.graph),
+            nodes_before=_ops(before.graph),
+            nodes_after=_ops(after.graph),
             bytes_before=nodes_cost(before.graph.nodes).bytes,
             bytes_after=nodes_cost(after.graph.nodes).bytes,
             seconds=seconds,
@@ -171,8 +175,14 @@ def explain(
     """
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     start = time.perf_counter()
-    body = capture(model, args, dict(example_kwargs or {})).body
+    captured = capture(model, args, dict(example_kwargs or {}))
+    body = captured.body
     body.autocast = autocast_dtypes(ambient())
     options = PassOptions(fuse=fuse, rules=rules, max_rewrites=max_rewrites)
     result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
-    return Explanation.of(model, result, time.perf_counter() - start)
+    return Explanation.of(model, captured.names, result, time.perf_counter() - start)
+
+
+def _ops(graph: fx.Graph) -> int:
+    """How many ops a graph runs; taking one of several results is none."""
+    return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)
