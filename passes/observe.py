@@ -145,10 +145,12 @@ def _run(
 
 
 def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
+    """Dtypes of the tensors in a result."""
     return tuple(t.dtype for t in tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
 def is_float(value: Any) -> bool:
+    """Whether a value is a floating tensor."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
