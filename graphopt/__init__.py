@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphopt.api import optimize
+    from graphopt.api import optimize, verify
     from graphopt.errors import (
         BudgetError,
         CaptureError,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from graphopt.report.explain import explain
-    from graphopt.verify import verify
 
 __version__ = "0.1.0"
 
@@ -60,7 +59,7 @@ _HOME = {
     "VerifyError": "graphopt.errors",
     "explain": "graphopt.report.explain",
     "optimize": "graphopt.api",
-    "verify": "graphopt.verify",
+    "verify": "graphopt.api",
 }
 
 

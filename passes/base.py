@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+import graphopt.kernels  # defines the ops that rules emit
 from graphopt.cost.ops import nodes_cost
 from graphopt.errors import GraphOptError, PassError
 from graphopt.graph import ops
@@ -144,6 +146,10 @@ class Rule:
         """Name and what it does."""
         return f"Rule({self.name!r}: {self.doc.splitlines()[0] if self.doc else self.module})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the place where the rule is defined."""
+        return _rule_at, (self.module, self.functions[0].__name__)
+
     @property
     def patterns(self) -> tuple[Pattern, ...]:
         """The traced patterns, largest first."""
@@ -185,6 +191,11 @@ class Rule:
         """Decorator: yields look-alikes in which the rule must not fire."""
         self.counterexamples = function
         return function
+
+
+def _rule_at(module: str, name: str) -> Rule:
+    found: Rule = getattr(importlib.import_module(module), name)
+    return found
 
 
 REGISTRY: dict[str, Rule] = {}

@@ -55,7 +55,7 @@ NO_DEFAULT = object()
 """Stands for "this argument has no default" in a parameter list."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parameters(target: Any) -> tuple[tuple[str, Any], ...] | None:
     """Names and defaults of an ATen op's arguments in schema order; None for other callables.
 
@@ -105,7 +105,7 @@ def is_commutative(target: Any) -> bool:
     return target in _COMMUTES
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _declares_view(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -114,7 +114,7 @@ def _declares_view(target: Any) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _declares_write(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import keyword
 import math
 import operator
@@ -123,7 +124,7 @@ def _value(value: Any, names: dict[fx.Node, str]) -> str:
 # ------------------------------------------------------------------------------- Python code
 
 
-def python_code(body: Body, name: str = "forward") -> str:
+def python_code(body: Body, signature: inspect.Signature | None = None) -> str:
     """The body as a Python function over the optimized module: `forward(self, *inputs)`.
 
     It runs as it stands (`self` is the module that holds the state) and `parse` turns it back
@@ -131,7 +132,7 @@ def python_code(body: Body, name: str = "forward") -> str:
 
     Args:
         body: the body to print.
-        name: the function's name.
+        signature: how the module is called, for a comment; the function takes the leaves.
 
     Example:
         >>> print(opt.code)  # doctest: +SKIP
@@ -143,7 +144,9 @@ def python_code(body: Body, name: str = "forward") -> str:
     inputs = [names.of(n) for n in body.placeholders]
     lines = ["import operator", "", "import torch", "", "aten = torch.ops.aten"]
     lines += ["graphopt = torch.ops.graphopt", "", ""]
-    lines.append(f"def {name}({', '.join(['self', *inputs])}):")
+    if signature is not None:
+        lines.append(f"# called as forward{str(signature).partition(' -> ')[0]}; here the tensors alone")
+    lines.append(f"def forward({', '.join(['self', *inputs])}):")
     shapes = [
         f"{i}: {type_text(n.meta.get('val'))}"
         for i, n in zip(inputs, body.placeholders, strict=True)

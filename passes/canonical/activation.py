@@ -56,7 +56,7 @@ def gelu(x, root2):
 
 
 @gelu.also
-def gelu_multiplied(x, root_half):
+def _gelu_multiplied(x, root_half):
     erf = aten.erf.default(aten.mul.Tensor(widened(x), root_half))
     return half_times(x, aten.add.Tensor(erf, 1))
 
@@ -115,7 +115,7 @@ def gelu_tanh(x, cubic, factor):
 
 
 @gelu_tanh.also
-def gelu_tanh_factored(x, cubic, factor):
+def _gelu_tanh_factored(x, cubic, factor):
     square = either(
         aten.mul.Tensor(aten.mul.Tensor(x, cubic), x),
         aten.mul.Tensor(aten.mul.Tensor(x, x), cubic),
@@ -161,7 +161,7 @@ def _() -> Iterator[Spelling]:
 
 
 @gelu_tanh.also
-def gelu_tanh_cube_left(x, cubic, factor):
+def _gelu_tanh_cube_left(x, cubic, factor):
     cube = aten.mul.Tensor(aten.mul.Tensor(aten.mul.Tensor(x, cubic), x), x)
     inner = aten.mul.Tensor(aten.add.Tensor(x, cube), factor)
     return half_times(x, aten.add.Tensor(aten.tanh.default(inner), 1))
@@ -169,12 +169,12 @@ def gelu_tanh_cube_left(x, cubic, factor):
 
 @rule("canonical")
 def silu(x):
-    """x * sigmoid(x) is aten.silu."""
+    """X * sigmoid(x) is aten.silu."""
     return aten.mul.Tensor(x, aten.sigmoid.default(x))
 
 
 @silu.also
-def silu_divided(x):
+def _silu_divided(x):
     return aten.div.Tensor(x, aten.add.Tensor(aten.exp.default(aten.neg.default(x)), 1))
 
 
@@ -206,12 +206,12 @@ def _() -> Iterator[Spelling]:
 
 @rule("canonical")
 def softcap(x, cap):
-    """cap * tanh(x / cap), the logit soft cap of Gemma 2, is graphopt.softcap."""
+    """Cap * tanh(x / cap), the logit soft cap of Gemma 2, is graphopt.softcap."""
     return aten.mul.Tensor(aten.tanh.default(aten.div.Tensor(x, cap)), cap)
 
 
 @softcap.also
-def softcap_multiplied(x, inverse, cap):
+def _softcap_multiplied(x, inverse, cap):
     return aten.mul.Tensor(aten.tanh.default(aten.mul.Tensor(x, inverse)), cap)
 
 

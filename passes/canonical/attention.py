@@ -38,13 +38,13 @@ def attention(q, k_t, v, times, over, dim, wide, narrow, p, train):
 
 
 @attention.also
-def attention_added(q, k_t, v, times, over, dim, wide, narrow, p, train, mask):
+def _attention_added(q, k_t, v, times, over, dim, wide, narrow, p, train, mask):
     scores = aten.add.Tensor(_scaled(q, k_t, times, over), mask)
     return _weighted(scores, v, dim, wide, narrow, p, train)
 
 
 @attention.also
-def attention_filled(q, k_t, v, times, over, dim, wide, narrow, p, train, hidden, fill):
+def _attention_filled(q, k_t, v, times, over, dim, wide, narrow, p, train, hidden, fill):
     scores = aten.masked_fill.Scalar(_scaled(q, k_t, times, over), hidden, fill)
     return _weighted(scores, v, dim, wide, narrow, p, train)
 

@@ -35,7 +35,7 @@ def fold_batch_norm(
 
 
 @fold_batch_norm.also
-def fold_batch_norm_linear(x, w, b, gamma, beta, mean, var, _momentum, eps, _cudnn):
+def _fold_batch_norm_linear(x, w, b, gamma, beta, mean, var, _momentum, eps, _cudnn):
     linear = aten.linear.default(x, w, b)
     return aten.batch_norm.default(linear, gamma, beta, mean, var, False, _momentum, eps, _cudnn)
 

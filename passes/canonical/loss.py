@@ -23,7 +23,7 @@ def cross_entropy(x, dim, wide, target, weight, reduction, ignore):
 
 
 @cross_entropy.also
-def cross_entropy_2d(x, dim, wide, target, weight, reduction, ignore):
+def _cross_entropy_2d(x, dim, wide, target, weight, reduction, ignore):
     return aten.nll_loss.default(
         aten.log_softmax.int(x, dim, wide), target, weight, reduction, ignore
     )

@@ -123,7 +123,7 @@ def where_true(condition, x, other):
 
 
 @where_true.also
-def where_true_scalar(condition, x, other):
+def _where_true_scalar(condition, x, other):
     return aten.where.ScalarOther(condition, x, other)
 
 

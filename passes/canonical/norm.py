@@ -58,23 +58,23 @@ def normalized(x: Any, dim: Any, eps: Any) -> Any:
 
 @rule("canonical")
 def rms_norm(x, dim, eps, weight):
-    """x * rsqrt(mean(x^2) + eps) * weight, in each rounding order, is graphopt.rms_norm."""
+    """X * rsqrt(mean(x^2) + eps) * weight, in each rounding order, is graphopt.rms_norm."""
     return aten.mul.Tensor(weight, normalized(x, dim, eps))
 
 
 @rms_norm.also
-def rms_norm_rounded(x, dim, eps, weight, rounded):
+def _rms_norm_rounded(x, dim, eps, weight, rounded):
     return aten.mul.Tensor(weight, aten.to.dtype(normalized(x, dim, eps), rounded))
 
 
 @rms_norm.also
-def rms_norm_offset(x, dim, eps, weight, offset):
+def _rms_norm_offset(x, dim, eps, weight, offset):
     wide = either(aten.to.dtype(weight, FLOAT), weight)
     return aten.mul.Tensor(normalized(x, dim, eps), aten.add.Tensor(wide, offset))
 
 
 @rms_norm.also
-def rms_norm_bare(x, dim, eps):
+def _rms_norm_bare(x, dim, eps):
     return normalized(x, dim, eps)
 
 
@@ -204,12 +204,12 @@ def spelled_layer_norm(x, dim, eps):
 
 
 @spelled_layer_norm.also
-def layer_norm_weight(x, dim, eps, weight):
+def _layer_norm_weight(x, dim, eps, weight):
     return aten.mul.Tensor(_standardized(x, dim, eps), weight)
 
 
 @spelled_layer_norm.also
-def layer_norm_weight_bias(x, dim, eps, weight, bias):
+def _layer_norm_weight_bias(x, dim, eps, weight, bias):
     return aten.add.Tensor(aten.mul.Tensor(_standardized(x, dim, eps), weight), bias)
 
 

@@ -18,7 +18,7 @@ graphopt = torch.ops.graphopt
 
 @rule("canonical")
 def rope(x, cos, sin, dim, middle, end, cat_dim):
-    """x * cos + cat(-x2, x1) * sin, as rotate_half spells it, is graphopt.rope."""
+    """X * cos + cat(-x2, x1) * sin, as rotate_half spells it, is graphopt.rope."""
     first = aten.slice.Tensor(x, dim, 0, middle)
     second = aten.slice.Tensor(x, dim, middle, end)
     return _turned(x, first, second, cos, sin, cat_dim)
@@ -30,7 +30,7 @@ def _turned(x: Any, first: Any, second: Any, cos: Any, sin: Any, cat_dim: Any) -
 
 
 @rope.also
-def rope_chunked(x, cos, sin, dim, parts, cat_dim):
+def _rope_chunked(x, cos, sin, dim, parts, cat_dim):
     halves = either(aten.chunk.default(x, parts, dim), aten.split.Tensor(x, parts, dim))
     first, second = operator.getitem(halves, 0), operator.getitem(halves, 1)
     return _turned(x, first, second, cos, sin, cat_dim)

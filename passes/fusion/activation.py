@@ -62,12 +62,12 @@ def bias_act(x, w, b):
 
 
 @bias_act.also
-def bias_act_addmm(b, x, w, shape):
+def _bias_act_addmm(b, x, w, shape):
     return activation(aten.view.default(aten.addmm.default(b, x, w), shape))
 
 
 @bias_act.also
-def bias_act_addmm_flat(b, x, w):
+def _bias_act_addmm_flat(b, x, w):
     return activation(aten.addmm.default(b, x, w))
 
 

@@ -46,7 +46,7 @@ def cast_store(x, y, w, b, eps, _a, _c, _p, seed, _site, _act, _out, to):
 
 
 @cast_store.also
-def cast_store_pair(x, y, w, b, eps, _a, _c, _p, seed, _site, _sum, _out, to):
+def _cast_store_pair(x, y, w, b, eps, _a, _c, _p, seed, _site, _sum, _out, to):
     options = {"dropout_p": _p, "seed": seed, "site": _site, "sum_dtype": _sum, "out_dtype": _out}
     pair = either(
         graphopt.add_layer_norm.default(x, y, w, b, eps, **options),

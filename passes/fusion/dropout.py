@@ -17,18 +17,18 @@ graphopt = torch.ops.graphopt
 
 @rule("fusion")
 def dropout_add(h, residual, p, seed, site):
-    """residual + dropout(x), and the bias of the linear layer before it, in one pass."""
+    """Residual + dropout(x), and the bias of the linear layer before it, in one pass."""
     return aten.add.Tensor(graphopt.dropout.default(h, p, seed, site), residual)
 
 
 @dropout_add.also
-def bias_dropout_add(x, w, b, residual, p, seed, site):
+def _bias_dropout_add(x, w, b, residual, p, seed, site):
     h = aten.linear.default(x, w, b)
     return aten.add.Tensor(graphopt.dropout.default(h, p, seed, site), residual)
 
 
 @dropout_add.also
-def bias_dropout_add_addmm(x, w, b, shape, residual, p, seed, site):
+def _bias_dropout_add_addmm(x, w, b, shape, residual, p, seed, site):
     h = aten.view.default(aten.addmm.default(b, x, w), shape)
     return aten.add.Tensor(graphopt.dropout.default(h, p, seed, site), residual)
 

@@ -53,13 +53,13 @@ def layer_norm(x, shape, w, b, eps, p, seed, site, _cudnn):
 
 
 @layer_norm.also
-def layer_norm_plain(x, shape, w, b, eps, p, seed, site, _cudnn):
+def _layer_norm_plain(x, shape, w, b, eps, p, seed, site, _cudnn):
     h = aten.layer_norm.default(x, shape, w, b, eps, _cudnn)
     return graphopt.dropout.default(h, p, seed, site)
 
 
 @layer_norm.also
-def layer_norm_bare(x, shape, w, b, eps, _cudnn):
+def _layer_norm_bare(x, shape, w, b, eps, _cudnn):
     return aten.layer_norm.default(x, shape, w, b, eps, _cudnn)
 
 
@@ -178,7 +178,7 @@ def rms_norm_act(x, w, eps, offset, rounded, out, p, seed, site):
 
 
 @rms_norm_act.also
-def rms_norm_dropout(x, w, eps, offset, rounded, out, p, seed, site):
+def _rms_norm_dropout(x, w, eps, offset, rounded, out, p, seed, site):
     h = graphopt.rms_norm.default(
         x, w, eps, weight_offset=offset, round_dtype=rounded, out_dtype=out
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphopt.kernels  # noqa: F401  (registers the ops)
 from graphopt.graph.text import ir_text, parse, python_code
-from graphopt.passes import PassOptions, Rule, all_rules, run_pipeline, seed_dropouts
+from graphopt.passes import Rule, all_rules, run_pipeline, seed_dropouts
 from tests.passes.bodies import body_of, run
 
 

@@ -1,0 +1,185 @@
+"""The public functions: `optimize` and `verify`. Each checks what it is given, then does the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.capture import signature as sig
+from graphopt.errors import GraphOptError, GraphoptWarning, OptionError
+from graphopt.graph.body import Body
+from graphopt.module import Compiled, GraphoptModule, Settings
+from graphopt.options import (
+    DYNAMIC,
+    ON_ERROR,
+    check_choice,
+    check_inputs,
+    check_model,
+    check_passes,
+    disabled,
+)
+from graphopt.passes import PassOptions, Rule, run_pipeline
+from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.verify import VerifyResult, verify_body
+
+
+@dataclasses.dataclass(frozen=True)
+class PassCompiler:
+    """Turns a captured body into the one that runs: the passes, with some options.
+
+    An object and not a closure, so that an optimized module pickles.
+    """
+
+    options: PassOptions = PassOptions()
+
+    def __call__(self, body: Body) -> Compiled:
+        """Run the passes over one captured body."""
+        result = run_pipeline(body, self.options, leading=(MaterializeAutocast(),))
+        return Compiled(result.body, result)
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: torch.Tensor | Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    fuse: bool = True,
+    rules: str | Rule | Iterable[str | Rule] = "default",
+    dynamic: bool | str = "auto",
+    on_error: str = "raise",
+    max_rewrites: int | None = None,
+    verify: bool = False,
+) -> GraphoptModule:
+    """Turn a model into an optimized module over the same parameters.
+
+    The result computes what the model computes. Parameters, buffers and submodules are shared:
+    an optimizer made for one trains the other, and a `state_dict` of one loads into the other.
+    With example inputs the graph is captured now, in the model's present mode; other modes and
+    sizes, and everything without example inputs, are captured at the first call that needs them.
+
+    Args:
+        model: the model; it stays usable and is not changed.
+        example_inputs: a tensor, or the positional arguments of `forward`.
+        example_kwargs: the keyword arguments of `forward`.
+        fuse: whether chains of ops become fused kernels; False leaves the canonical graph.
+        rules: "default"; names, globs and minus signs ("default,-rope", "layer_norm*"); or a
+            list of these and of your own `Rule` objects.
+        dynamic: "auto": a size that is seen to vary becomes symbolic; True: sizes are symbolic
+            from the start; False: one graph for each size.
+        on_error: "raise", or "fallback" to run the model as it is, with a warning, where it
+            cannot be captured.
+        max_rewrites: apply only the first so many rewrites, to find the one that is wrong.
+        verify: prove every rewrite on the example inputs before returning.
+
+    Returns:
+        A `GraphoptModule`: `.code` is the optimized program, `.rewrites` what was done,
+        `.refusals` what was not and why. With `GRAPHOPT_DISABLE=1` in the environment the model
+        itself comes back.
+
+    Raises:
+        OptionError: for wrong arguments, before any work.
+        CaptureError: when the model cannot be captured, with the construct and its line.
+        PassError: when a rule fails.
+        VerifyError: when `verify=True` and a rewrite is wrong.
+
+    Example:
+        >>> model = nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.1), nn.ReLU())
+        >>> opt = optimize(model, torch.ones(2, 8))
+        >>> [r.rule for r in opt.rewrites if r.kind == "local"]
+        ['layer_norm']
+    """
+    check_model(model)
+    args, kwargs = check_inputs(example_inputs, example_kwargs)
+    options = check_passes(fuse, rules, max_rewrites)
+    check_choice("dynamic", dynamic, DYNAMIC)
+    check_choice("on_error", on_error, ON_ERROR)
+    check_choice("verify", verify, (True, False))
+    if verify and args is None:
+        raise OptionError("verify=True needs example_inputs", try_="optimize(model, inputs, ...)")
+    if disabled():
+        return model  # type: ignore[return-value]
+    _say_where_it_runs(model)
+    settings = Settings(dynamic=dynamic, on_error=on_error)
+    opt = GraphoptModule(model, settings, PassCompiler(options))
+    if args is not None:
+        opt.capture(args, kwargs)
+        if verify:
+            _verify(opt, args, kwargs).check()
+    return opt
+
+
+def verify(
+    opt: GraphoptModule,
+    inputs: torch.Tensor | Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backward: bool | None = None,
+) -> VerifyResult:
+    """Prove an optimized module on some inputs.
+
+    Every rewrite is replayed alone against the ops that it replaced, forward and backward, and
+    so is the whole program; errors are measured against float64 beside eager's own. Nothing of
+    the module changes: not its parameters, gradients, buffers, mode or random state.
+
+    Args:
+        opt: what `optimize` returned.
+        inputs: a tensor, or the positional arguments.
+        kwargs: the keyword arguments.
+        backward: whether gradients are compared; by default where the graph was captured with
+            gradients on.
+
+    Returns:
+        The verdicts: `.passed`, `.check()` raises for the first wrong rewrite; its repr is a table.
+
+    Raises:
+        OptionError: when `opt` is not an optimized module.
+
+    Example:
+        >>> opt = optimize(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4))
+        >>> verify(opt, torch.ones(2, 4)).passed
+        True
+    """
+    if not isinstance(opt, GraphoptModule):
+        raise OptionError(
+            f"verify takes an optimized module, not a {type(opt).__name__}",
+            try_="graphopt.verify(graphopt.optimize(model), inputs)",
+        )
+    args, named = check_inputs(inputs, kwargs)
+    entry = opt.capture(args or (), named)
+    if entry is None:
+        raise GraphOptError(
+            "there is no graph to verify",
+            why="the model could not be captured, and on_error='fallback' runs it as it is",
+        )
+    leaves: list[torch.Tensor] = []
+    sig.flatten((args or (), named), leaves)
+    result = entry.compiled.result
+    return verify_body(
+        result.captured, result.body, result.rewrites, leaves, backward=backward
+    )
+
+
+_verify = verify  # inside `optimize`, `verify` is an option
+
+_said: set[str] = set()
+
+
+def _say_where_it_runs(model: nn.Module) -> None:
+    """Warn, once in a process, where fused ops run their reference instead of a kernel."""
+    from graphopt.kernels._launch import use_triton
+
+    tensor = next(iter(model.parameters()), next(iter(model.buffers()), None))
+    if tensor is None or use_triton(tensor) or tensor.device.type in _said:
+        return
+    _said.add(tensor.device.type)
+    why = "Triton is not installed" if tensor.is_cuda else f"the model is on {tensor.device.type}"
+    warnings.warn(
+        f"{why}: fused ops run their plain-torch reference, so nothing gets faster",
+        GraphoptWarning,
+        stacklevel=3,
+    )
