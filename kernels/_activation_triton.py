@@ -19,6 +19,7 @@ from graphopt.kernels._pointwise import (
     FORWARD_TILE,
     HALF,
     SUMMING_STAGES,
+    SUMMING_TILE,
     lay_out,
     summing_parts,
     tile,
@@ -41,10 +42,7 @@ def _bias_act_fwd(
     z = tl.load(X + first + rows[:, None] * stride_x + cols[None, :], mask=mask).to(tl.float32)
     if BIAS is not None:
         z += tl.load(BIAS + first + cols, mask=inside).to(tl.float32)[None, :]
-    if CAPPED:
-        y = cap * activate(z / cap, "tanh", FAST)
-    else:
-        y = activate(z, ACT, FAST)
+    y = cap * activate(z / cap, "tanh", FAST) if CAPPED else activate(z, ACT, FAST)
     place = first + rows[:, None] * N + cols[None, :]
     tl.store(Y + place, y.to(Y.dtype.element_ty), mask=mask)
 
@@ -67,7 +65,7 @@ def _bias_act_bwd(
     if PARTIAL is not None:
         total = tl.zeros((BM, BN), tl.float32)
     for block in tl.range(part, tl.cdiv(M, BM), parts, num_stages=STAGES):
-        rows = block.to(tl.int64) * BM + tl.arange(0, BM)
+        rows = (block * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & inside[None, :]
         at_dy = first + rows[:, None] * stride_dy + cols[None, :]
         at_x = first + rows[:, None] * stride_x + cols[None, :]
@@ -75,10 +73,8 @@ def _bias_act_bwd(
         z = tl.load(X + at_x, mask=mask).to(tl.float32)
         if BIAS is not None:
             z += bias
-        if CAPPED:
-            dz = activate_grad(dy, z / cap, "tanh", FAST)
-        else:
-            dz = activate_grad(dy, z, ACT, FAST)
+        at = z / cap if CAPPED else z
+        dz = activate_grad(dy, at, "tanh" if CAPPED else ACT, FAST)
         place = first + rows[:, None] * N + cols[None, :]
         tl.store(DX + place, dz.to(DX.dtype.element_ty), mask=mask)
         if PARTIAL is not None:
@@ -126,7 +122,7 @@ def backward(
     if x.numel() == 0:
         return dx, torch.zeros_like(bias) if sum_bias else dbias
     (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=bias is None)
-    tiles = tile(count, cols, BACKWARD_TILE)
+    tiles = tile(count, cols, SUMMING_TILE if sum_bias else BACKWARD_TILE)
     parts = summing_parts(tiles, x) if sum_bias else tiles.down
     partial = None
     if sum_bias:

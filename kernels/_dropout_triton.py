@@ -1,4 +1,4 @@
-"""Triton for dropout and dropout_add: the mask is made from (seed, site, row, column), never stored.
+"""Triton for dropout and dropout_add; the mask is made from (seed, site, row, column), not stored.
 
 Forward: read x (and bias, residual), write y. Backward: read dy, write dx = dy * mask * scale; the
 bias gradient is the column sum of dx, taken on the way in float32 partials [parts, N] and added in
@@ -18,6 +18,7 @@ from graphopt.kernels._pointwise import (
     BACKWARD_TILE,
     FORWARD_TILE,
     SUMMING_STAGES,
+    SUMMING_TILE,
     lay_out,
     summing_parts,
     tile,
@@ -66,7 +67,7 @@ def _dropout_bwd(
     if PARTIAL is not None:
         total = tl.zeros((BM, BN), tl.float32)
     for block in tl.range(part, tl.cdiv(M, BM), parts, num_stages=STAGES):
-        rows = block.to(tl.int64) * BM + tl.arange(0, BM)
+        rows = (block * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & inside[None, :]
         at_dy = first + rows[:, None] * stride_dy + cols[None, :]
         dx = tl.load(DY + at_dy, mask=mask).to(tl.float32)
@@ -91,7 +92,7 @@ def forward(
     site: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """residual + dropout(x + bias), each of the two if there; contiguous, of out_dtype."""
+    """Residual + dropout(x + bias), each of the two if there; contiguous, of out_dtype."""
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel() == 0:
         return y
@@ -123,7 +124,7 @@ def backward(
     if dy.numel() == 0:
         return dx, dbias if bias_dtype is None else dx.new_zeros(dy.shape[-1], dtype=bias_dtype)
     (rows_dy,), count, cols = lay_out(dy, flat=bias_dtype is None and _aligned(dy, p))
-    tiles = tile(count, cols, BACKWARD_TILE)
+    tiles = tile(count, cols, BACKWARD_TILE if bias_dtype is None else SUMMING_TILE)
     parts, partial = tiles.down, None
     if bias_dtype is not None:
         parts = summing_parts(tiles, dy)
@@ -135,7 +136,7 @@ def backward(
             DROP=threshold(p) > 0, BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
             STAGES=1 if bias_dtype is None else SUMMING_STAGES, num_warps=4,
         )  # fmt: skip
-        if partial is not None:
+        if partial is not None and bias_dtype is not None:
             dbias = column_sum(partial, bias_dtype)
     return dx, dbias
 

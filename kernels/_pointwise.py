@@ -93,7 +93,7 @@ def sum_to_bias(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def slope_times(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
-    """dy times the derivative at z, by eager's own backward operators; z and dy of one dtype."""
+    """The derivative at z times dy, both of one dtype, by eager's own backward operators."""
     if activation == "relu":
         return torch.ops.aten.threshold_backward(dy, z, 0)
     if activation == "gelu":
@@ -144,10 +144,12 @@ class Tiling:
 
 
 # Values a tile. 1024 columns of a 16-bit dtype are one 128-bit access for each thread of 4 warps;
-# 4 rows of them forward and 2 backward keep enough accesses in flight.
+# 4 rows of them forward and 2 backward keep enough accesses in flight. The loop that sums columns
+# takes 4, for it pays barriers and addresses a step; at 128 registers a thread 4 programs fit an SM.
 WIDEST = 1024
 FORWARD_TILE = 4096
 BACKWARD_TILE = 2048
+SUMMING_TILE = 4096
 # The backward that also sums columns: programs a multiprocessor, and stages of its loop over rows.
 SUMMING_PROGRAMS = 4
 SUMMING_STAGES = 3
@@ -187,6 +189,6 @@ def lay_out(*tensors: torch.Tensor, flat: bool) -> tuple[list[Rows], int, int]:
 
 
 def summing_parts(tiling: Tiling, tensor: torch.Tensor) -> int:
-    """Into how many parts the rows are cut when each part sums its columns (partials [parts, N])."""
+    """Into how many parts the rows are cut when each part sums its columns."""
     programs = SUMMING_PROGRAMS * _launch.sm_count(tensor)
     return max(1, min(tiling.down, programs // tiling.across))

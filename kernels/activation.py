@@ -104,7 +104,9 @@ def _bias_act_backward_reference(
     z = x.to(arithmetic(x, bias, grad))
     z = z if bias is None else z + bias
     dz = slope_times(grad.to(z.dtype), z, activation)
-    dbias = own(sum_to_bias(dz, bias.dtype), grad) if bias is not None and sum_bias else x.new_empty(0)
+    dbias = x.new_empty(0)
+    if bias is not None and sum_bias:
+        dbias = own(sum_to_bias(dz, bias.dtype), grad)
     return own(dz.to(x.dtype), grad), dbias
 
 

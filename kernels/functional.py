@@ -57,7 +57,8 @@ def batch_norm(
 
     Example:
         >>> mean, var = torch.zeros(1), torch.ones(1)
-        >>> y, new_mean, _ = batch_norm(torch.tensor([[1.0], [3.0]]), None, None, mean, var, 0.5, 0.0)
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> _, new_mean, _ = batch_norm(x, None, None, mean, var, 0.5, 0.0)
         >>> new_mean, mean
         (tensor([1.]), tensor([0.]))
     """
