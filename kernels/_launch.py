@@ -149,7 +149,7 @@ class Config:
         rows: rows a step.
         warps: warps a program.
         per_sm: programs a multiprocessor; 0 for one program a step.
-        stages: pipeline stages of the loop over steps.
+        stages: pipeline stages of the loop over steps; 0 if there is no loop.
     """
 
     block: int

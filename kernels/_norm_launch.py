@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from graphopt.kernels import _norm_triton as kernels
+from graphopt.kernels import _norm_wide_triton as wide
 from graphopt.kernels._launch import Config, next_power_of_2, on_device, pick, row_view, sm_count
 from graphopt.kernels._philox import need_seed, scale, threshold
 
@@ -22,10 +23,10 @@ FORWARD = (
     Config(block=256, rows=16, warps=4, per_sm=8, stages=3),
     Config(block=512, rows=8, warps=4, per_sm=8, stages=3),
     Config(block=1024, rows=4, warps=4, per_sm=8, stages=3),
-    Config(block=2048, rows=1, warps=4, per_sm=0, stages=1),
-    Config(block=4096, rows=1, warps=4, per_sm=0, stages=1),
-    Config(block=8192, rows=1, warps=8, per_sm=0, stages=1),
-    Config(block=16384, rows=1, warps=16, per_sm=0, stages=1),
+    Config(block=2048, rows=1, warps=4, per_sm=0, stages=0),
+    Config(block=4096, rows=1, warps=4, per_sm=0, stages=0),
+    Config(block=8192, rows=1, warps=8, per_sm=0, stages=0),
+    Config(block=16384, rows=1, warps=16, per_sm=0, stages=0),
 )
 BACKWARD = (
     Config(block=64, rows=32, warps=4, per_sm=4, stages=2),
@@ -63,6 +64,14 @@ def _dropout(dropout_p: float, seed: torch.Tensor | None, device: torch.device) 
     return need_seed(seed).to(device), limit, scale(dropout_p), True
 
 
+def _aligned(*strides: int) -> tuple[int, list[int]]:
+    """The largest power of two up to 16 that divides all strides, and the strides in its units."""
+    align = 16
+    while any(stride % align for stride in strides):
+        align //= 2
+    return align, [stride // align for stride in strides]
+
+
 def _is_short(dtype: torch.dtype) -> bool:
     return dtype in _TRITON_DTYPE
 
@@ -83,17 +92,15 @@ def forward(
         view.tensor, other.tensor if other else None, _vector(weight), _vector(bias), seed,
         y, total if other else None, None if rms else mean, rstd,
     )  # fmt: skip
-    scalars = (
-        view.count, view.stride, other.stride if other else 0,
-        site, limit, factor, float(eps), float(weight_offset),
-    )  # fmt: skip
+    align, strides = _aligned(view.stride, other.stride if other else 0)
+    scalars = (view.count, *strides, site, limit, factor, float(eps), float(weight_offset), align)
     flags = {
         "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops,
         "ACT": activation, "FAST": _is_short(y.dtype),
     }  # fmt: skip
     with on_device(x):
         if block > FORWARD[-1].block:
-            kernels.norm_fwd_wide[(view.count,)](
+            wide.norm_fwd_wide[(view.count,)](
                 *pointers, *scalars, N=view.cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps
             )
             return
@@ -122,28 +129,29 @@ def backward(
     rows, cols = view.count, view.cols
     seed, limit, factor, drops = _dropout(dropout_p, seed, x.device)
     operands = (_vector(weight), _vector(bias), None if rms else mean, rstd, seed)
-    scalars = (site, limit, factor, float(weight_offset))
+    align, strides = _aligned(grad.stride, extra.stride if extra else 0, view.stride)
+    scalars = (site, limit, factor, float(weight_offset), align)
     flags = {
         "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops, "ADD": add,
         "ACT": activation, "FAST": _is_short(dy.dtype),
     }  # fmt: skip
-    added = (extra.tensor, extra.stride) if extra else (None, 0)
+    added = extra.tensor if extra else None
     block = max(8, next_power_of_2(cols))
     with on_device(x):
         if block <= BACKWARD[-1].block:
             line, programs = _tile(BACKWARD, x, rows, block)
             partials = _partials(x, programs, cols, dw, db)
             kernels.norm_bwd[(programs,)](
-                grad.tensor, added[0], view.tensor, *operands, dx, dres, *partials,
-                rows, grad.stride, added[1], view.stride, *scalars,
+                grad.tensor, added, view.tensor, *operands, dx, dres, *partials,
+                rows, *strides, *scalars,
                 N=cols, BLOCK=block, R=line.rows, STAGES=line.stages,
                 **flags, num_warps=line.warps,
             )  # fmt: skip
         else:
             if dx is not None or dres is not None:
-                kernels.norm_bwd_wide[(rows,)](
-                    grad.tensor, added[0], view.tensor, *operands, dx, dres,
-                    grad.stride, added[1], view.stride, *scalars,
+                wide.norm_bwd_wide[(rows,)](
+                    grad.tensor, added, view.tensor, *operands, dx, dres,
+                    *strides, *scalars,
                     N=cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps,
                 )  # fmt: skip
             if dw is None and db is None:
@@ -154,9 +162,9 @@ def backward(
                 triton.cdiv(rows, line.rows), triton.cdiv(sm_count(x) * line.per_sm, across)
             )
             partials = _partials(x, programs, cols, dw, db)
-            kernels.norm_bwd_wide_weights[(across, programs)](
+            wide.norm_bwd_wide_weights[(across, programs)](
                 grad.tensor, view.tensor, *operands, *partials,
-                rows, grad.stride, view.stride, *scalars,
+                rows, strides[0], strides[2], *scalars,
                 N=cols, BLOCK=line.block, R=line.rows, **flags, num_warps=line.warps,
             )  # fmt: skip
         if dw is not None or db is not None:
