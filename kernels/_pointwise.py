@@ -145,7 +145,8 @@ class Tiling:
 
 # Values a tile. 1024 columns of a 16-bit dtype are one 128-bit access for each thread of 4 warps;
 # 4 rows of them forward and 2 backward keep enough accesses in flight. The loop that sums columns
-# takes 4, for it pays barriers and addresses a step; at 128 registers a thread 4 programs fit an SM.
+# takes 4, for it pays barriers and addresses a step; it needs 128 registers a thread, so that 4
+# programs fit a multiprocessor.
 WIDEST = 1024
 FORWARD_TILE = 4096
 BACKWARD_TILE = 2048
