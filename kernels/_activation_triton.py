@@ -118,14 +118,14 @@ def backward(
     """(dx in x's dtype, the bias gradient in the bias's; of no element unless sum_bias)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dbias = dx.new_empty(0)
-    sum_bias = sum_bias and bias is not None
+    summed = bias if sum_bias else None
     if x.numel() == 0:
-        return dx, torch.zeros_like(bias) if sum_bias else dbias
+        return dx, dbias if summed is None else torch.zeros_like(summed)
     (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=bias is None)
-    tiles = tile(count, cols, SUMMING_TILE if sum_bias else BACKWARD_TILE)
-    parts = summing_parts(tiles, x) if sum_bias else tiles.down
-    partial = None
-    if sum_bias:
+    tiles = tile(count, cols, BACKWARD_TILE if summed is None else SUMMING_TILE)
+    parts, partial = tiles.down, None
+    if summed is not None:
+        parts = summing_parts(tiles, x)
         partial = torch.empty(parts, cols, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bias_act_bwd[(tiles.across * parts,)](
@@ -133,8 +133,8 @@ def backward(
             count, cols, rows_dy.stride, rows_x.stride, 1.0 if cap is None else cap,
             CAPPED=cap is not None, ACT=activation, FAST=x.dtype in HALF,
             BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
-            STAGES=SUMMING_STAGES if sum_bias else 1, num_warps=4,
+            STAGES=1 if summed is None else SUMMING_STAGES, num_warps=4,
         )  # fmt: skip
-        if partial is not None:
-            dbias = column_sum(partial, bias.dtype)
+        if partial is not None and summed is not None:
+            dbias = column_sum(partial, summed.dtype)
     return dx, dbias

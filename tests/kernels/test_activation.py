@@ -61,7 +61,7 @@ def test_every_activation_is_eagers(backend, check, activation, dtype):
     check.near("dbias", bias.grad, exact[1].grad, eps)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 67])
+@pytest.mark.parametrize("rows", [1, 3, 19])
 @pytest.mark.parametrize("cols", [1, 7, 8, 17, 100, 1024, 2500])
 def test_sizes(triton_backend, check, rows, cols):
     x, bias = make(triton_backend.device, rows, cols)

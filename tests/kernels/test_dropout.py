@@ -128,7 +128,7 @@ def test_a_dropped_infinity_is_nan_as_in_eager(backend):
     assert y[keep].isinf().all()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 67])
+@pytest.mark.parametrize("rows", [1, 3, 19])
 @pytest.mark.parametrize("cols", [1, 7, 17, 1024, 2500])
 def test_sizes(triton_backend, check, rows, cols):
     x, residual, bias = three(triton_backend, rows, cols)
