@@ -16,7 +16,8 @@ from graphopt.capture.key import ambient, autocast_dtypes
 from graphopt.cost.ops import nodes_cost
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
-from graphopt.passes import PassOptions, PipelineResult, Rule, run_pipeline
+from graphopt.options import check_inputs, check_model, check_passes
+from graphopt.passes import PipelineResult, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.report.rules import (
     RefusalSummary,
@@ -142,7 +143,7 @@ class Explanation:
 
 def explain(
     model: torch.nn.Module,
-    example_inputs: torch.Tensor | tuple[Any, ...] = (),
+    example_inputs: torch.Tensor | Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     fuse: bool = True,
@@ -166,19 +167,20 @@ def explain(
 
     Raises:
         CaptureError: when the model cannot be captured, naming the construct and its line.
-        OptionError: for unknown rules.
+        OptionError: for wrong arguments, before any work.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.ReLU())
         >>> [row.rule for row in explain(model, torch.ones(2, 8)).rules if row.fired]
         ['layer_norm']
     """
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    check_model(model)
+    args, kwargs = check_inputs(example_inputs, example_kwargs)
+    options = check_passes(fuse, rules, max_rewrites)
     start = time.perf_counter()
-    captured = capture(model, args, dict(example_kwargs or {}))
+    captured = capture(model, args or (), kwargs)
     body = captured.body
     body.autocast = autocast_dtypes(ambient())
-    options = PassOptions(fuse=fuse, rules=rules, max_rewrites=max_rewrites)
     result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
     return Explanation.of(model, captured.names, result, time.perf_counter() - start)
 

@@ -50,9 +50,9 @@ def test_public_name_is_there_and_documented(name):
 
 
 def test_a_function_is_not_hidden_by_the_submodule_of_its_name():
-    from graphopt.verify import verify
+    import graphopt.verify
 
-    assert graphopt.verify is verify
+    assert callable(graphopt.verify)
 
 
 def test_unknown_name_is_an_attribute_error():
