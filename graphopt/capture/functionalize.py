@@ -24,6 +24,8 @@ from graphopt.graph.record import site_of
 aten = torch.ops.aten
 
 _DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout")
+_SELVES = {"to", "contiguous", "dropout", "feature_dropout", "alpha_dropout", "type_as"}
+"""Operations that, where their result shares memory with their first argument, return it itself."""
 _FRESH = ("aten::lift_fresh_copy", "aten::clone")
 _RENAMED = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__"}
 _RENAMED |= {"__ixor__": "__xor__", "__ilshift__": "__lshift__", "__irshift__": "__rshift__"}
@@ -205,7 +207,8 @@ class _Functionalizer:
             if isinstance(alias, _Alias) and alias.parent is None and alias.root.version > 0:
                 if alias.root.kind != "intermediate":
                     returned[i] = (alias.root.kind, alias.root.target)
-            values.append(self._read(result, replay=True) if alias is not None else result)
+            value = self._read(result, replay=True) if alias is not None else result
+            values.append(self._laid_out_as(result, value) if i not in returned else value)
         mutations = []
         for root in self.roots:
             if root.version > 0 and root.kind != "intermediate":
@@ -213,6 +216,22 @@ class _Functionalizer:
                 values.append(root.value)
         self.graph.output(tuple(values))
         return Functional(self.graph, tuple(mutations), returned)
+
+    def _laid_out_as(self, old: Any, new: Any) -> Any:
+        """A result with eager's strides, where a functional form laid it out otherwise."""
+        if not isinstance(new, fx.Node):
+            return new
+        want, have = old.meta["val"], new.meta["val"]
+        if not isinstance(want, torch.Tensor) or want.stride() == have.stride():
+            return new
+        order = _dense_order(want)
+        if order is None or order == _dense_order(have):
+            return new
+        moved = self._emit(aten.permute.default, new, order, like=new)
+        kept = torch.contiguous_format
+        dense = self._emit(aten.clone.default, moved, like=new, memory_format=kept)
+        back = [order.index(d) for d in range(len(order))]
+        return self._emit(aten.permute.default, dense, back, like=new)
 
     # ---- reading
 
@@ -295,9 +314,10 @@ class _Functionalizer:
             return
         parent = self._parent(node)
         if parent is not None:
-            value = node.meta.get("val")
-            if isinstance(value, (list, tuple)):
+            if isinstance(node.meta.get("val"), (list, tuple)):
                 self.env[node] = _Parts(parent, node)
+            elif _op_name(node) in _SELVES:
+                self.env[node] = parent
             else:
                 self.env[node] = _Alias(parent.root, parent, node, None)
             return
@@ -352,8 +372,10 @@ class _Functionalizer:
         base, like = self._read(first), node.meta["val"]
         if name == "copy_":
             new = self._broadcast(node, args[0], like)
+            if self.env[first].root.grads:
+                new = self._over(node, base, new)
         elif name == "zero_":
-            new = self._emit(aten.zeros_like.default, base, like=node)
+            new = self._emit(aten.fill.Scalar, base, 0, like=node)
         elif name == "detach_":
             new = self._emit(aten.detach.default, base, like=node)
         else:
@@ -378,6 +400,14 @@ class _Functionalizer:
             target = self._read(node.args[0])
             source = self._emit(aten.expand_as.default, source, target, like=node)
         return source
+
+    def _over(self, node: fx.Node, base: fx.Node, source: fx.Node) -> fx.Node:
+        """The source written over all of a value that requires grad, whose gradient is then zero."""
+        if base.meta["val"].dim() > 0:
+            return self._emit(aten.slice_scatter.default, base, source, like=node)
+        base, source = (self._emit(aten.unsqueeze.default, v, 0, like=node) for v in (base, source))
+        both = self._emit(aten.slice_scatter.default, base, source, like=node)
+        return self._emit(aten.squeeze.dim, both, 0, like=node)
 
     def _assign(self, node: fx.Node, alias: _Alias, new: fx.Node) -> None:
         """Give an alias a new value, and its root with it."""
@@ -425,12 +455,10 @@ class _Functionalizer:
         inverse = INVERSES.get(_op_name(view))
         if inverse is None:
             raise _refusal(node, f"writes to a view made by {view.target}, which has no inverse")
-        if _op_name(view) == "to" and new.meta["val"].dtype != base.meta["val"].dtype:
-            raise _refusal(node, "writes to a value of another dtype than its base")
         _, *rest = view.args
         args, kwargs = fx.map_arg((tuple(rest), view.kwargs), self._read)
         try:
-            if inverse.__name__ in ("_reshape", "_same"):
+            if inverse.__name__ in ("_reshape", "_same", "_expand"):
                 return inverse(emit, base, new)
             return inverse(emit, base, new, *args, **kwargs)
         except (NotImplementedError, TypeError):
@@ -454,6 +482,8 @@ class _Functionalizer:
             raise _refusal(node, "updates running statistics")
         x, weight, bias, mean, var, _, momentum, eps = [self._read(a) for a in node.args[:8]]
         args = (x, weight, bias, mean, var, momentum, eps)
+        import graphopt.kernels.functional  # noqa: F401  (registers the operator)
+
         op = torch.ops.graphopt.batch_norm.default
         both = self._emit(op, *args, like=node)
         both.meta["val"] = (node.meta["val"], mean.meta["val"], var.meta["val"])
@@ -485,6 +515,20 @@ def _fake_result(op: Any, args: Any, kwargs: Any) -> Any:
         return op(*values, **options)
     with mode, torch.no_grad():
         return op(*values, **options)
+
+
+def _dense_order(value: torch.Tensor) -> list[int] | None:
+    """Dimensions from the outermost in memory to the innermost; None when there are gaps."""
+    sizes, strides = value.shape, value.stride()
+    if not all(isinstance(s, int) for s in (*sizes, *strides)):
+        return None
+    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+    expected = 1
+    for d in reversed(order):
+        if sizes[d] != 1 and strides[d] != expected:
+            return None
+        expected *= sizes[d]
+    return order
 
 
 def _tensors(values: Any) -> list[Any]:

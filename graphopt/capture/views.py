@@ -90,6 +90,12 @@ def _as_strided(
     return emit(aten.as_strided_scatter.default, base, new, size, stride, offset)
 
 
+def _expand(emit: Emit, base: fx.Node, new: fx.Node, *_: Any) -> fx.Node:
+    if tuple(base.meta["val"].shape) != tuple(new.meta["val"].shape):
+        raise NotImplementedError  # eager refuses such a write too: elements share memory
+    return new
+
+
 def _view_as_real(emit: Emit, base: fx.Node, new: fx.Node) -> fx.Node:
     return emit(aten.view_as_complex.default, new)
 
@@ -104,8 +110,7 @@ INVERSES: dict[str, Callable[..., fx.Node]] = {
         _reshape,
     ),
     **dict.fromkeys(("squeeze", "unsqueeze", "ravel", "atleast_1d", "atleast_2d"), _reshape),
-    **dict.fromkeys(("detach", "alias", "contiguous", "to", "dropout", "positive"), _same),
-    **dict.fromkeys(("feature_dropout", "alpha_dropout", "lift_fresh", "type_as"), _same),
+    **dict.fromkeys(("detach", "alias", "positive", "lift_fresh"), _same),
     **dict.fromkeys(("resolve_conj", "resolve_neg"), _same),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     "permute": _permute,
@@ -113,6 +118,7 @@ INVERSES: dict[str, Callable[..., fx.Node]] = {
     "numpy_T": _reverse,
     "mT": _swap_last,
     **dict.fromkeys(("movedim", "moveaxis"), _movedim),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
     "slice": _slice,
     "narrow": _narrow,
     "select": _select,

@@ -116,8 +116,9 @@ def _watched_apply(original: Any, here: Any) -> Any:
     function = original.__func__ if isinstance(original, classmethod) else original
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        ours = cls.__module__.partition(".")[0] == "graphopt"
-        if here() and not ours and torch.is_grad_enabled():
+        # of a registered operator (torch.library), which stays whole in the graph
+        operator = cls.__module__.startswith(("graphopt.", "torch._library."))
+        if here() and not operator and torch.is_grad_enabled():
             if cls.__module__ == "torch.utils.checkpoint":
                 raise _checkpointing(user_frame())
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
