@@ -22,8 +22,8 @@ FORWARD = (
     Config(block=64, rows=32, warps=4, per_sm=8, stages=3),
     Config(block=256, rows=16, warps=4, per_sm=8, stages=3),
     Config(block=512, rows=8, warps=4, per_sm=8, stages=3),
-    Config(block=1024, rows=4, warps=4, per_sm=8, stages=3),
-    Config(block=2048, rows=1, warps=4, per_sm=0, stages=0),
+    Config(block=1024, rows=2, warps=2, per_sm=8, stages=3),
+    Config(block=2048, rows=1, warps=2, per_sm=0, stages=0),
     Config(block=4096, rows=1, warps=4, per_sm=0, stages=0),
     Config(block=8192, rows=1, warps=8, per_sm=0, stages=0),
     Config(block=16384, rows=1, warps=16, per_sm=0, stages=0),
@@ -32,10 +32,10 @@ BACKWARD = (
     Config(block=64, rows=32, warps=4, per_sm=4, stages=2),
     Config(block=256, rows=16, warps=4, per_sm=4, stages=2),
     Config(block=512, rows=8, warps=4, per_sm=4, stages=2),
-    Config(block=1024, rows=4, warps=4, per_sm=4, stages=2),
+    Config(block=1024, rows=1, warps=2, per_sm=4, stages=3),
     Config(block=2048, rows=1, warps=4, per_sm=4, stages=3),
     Config(block=4096, rows=1, warps=4, per_sm=2, stages=3),
-    Config(block=8192, rows=1, warps=16, per_sm=1, stages=3),
+    Config(block=8192, rows=1, warps=8, per_sm=1, stages=3),
 )
 # Rows wider than the last line of the table are read in blocks of this many columns.
 WIDE = Config(block=4096, rows=1, warps=8, per_sm=0, stages=1)

@@ -33,9 +33,10 @@ def store(pointer, value, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_weight(W, cols, N: tl.constexpr, weight_offset, MASKED: tl.constexpr):
+def load_weight(W, cols, N: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr):
     """The weight as a row of a tile, [1, BLOCK]: in the tile's layout, with no shuffle."""
-    return load(W + cols[None, :], (cols < N)[None, :], MASKED) + weight_offset
+    w = load(W + cols[None, :], (cols < N)[None, :], MASKED)
+    return w + OFFSET if OFFSET != 0 else w
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def affine(xhat, w, b, W, B):
 @triton.jit
 def _fwd_rows(
     step, w, b, seed, X, RES, W, B, Y, SUM, MEAN, RSTD,
-    M, stride_x, stride_res, site, threshold, scale, eps, weight_offset,
+    M, stride_x, stride_res, site, threshold, scale, eps, OFFSET: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, HOISTED: tl.constexpr,
     RMS: tl.constexpr, ROUND: tl.constexpr, DROPOUT: tl.constexpr,
     ACT: tl.constexpr, FAST: tl.constexpr,
@@ -89,7 +90,7 @@ def _fwd_rows(
     tl.store(RSTD + rows, rstd, mask=rows < M)
     if not HOISTED:
         if W is not None:
-            w = load_weight(W, cols, N, weight_offset, N != BLOCK)
+            w = load_weight(W, cols, N, OFFSET, N != BLOCK)
         if B is not None:
             b = load_weight(B, cols, N, 0.0, N != BLOCK)
     y = affine(round_to(x * rstd[:, None], ROUND), w, b, W, B)
@@ -101,7 +102,7 @@ def _fwd_rows(
 @triton.jit(do_not_specialize=SCALARS)
 def norm_fwd(
     X, RES, W, B, SEED, Y, SUM, MEAN, RSTD,
-    M, stride_x, stride_res, site, threshold, scale, eps, weight_offset, ALIGN: tl.constexpr,
+    M, stride_x, stride_res, site, threshold, scale, eps, OFFSET: tl.constexpr, ALIGN: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
     RMS: tl.constexpr, ROUND: tl.constexpr, DROPOUT: tl.constexpr,
     ACT: tl.constexpr, FAST: tl.constexpr,
@@ -117,13 +118,13 @@ def norm_fwd(
     if STAGES == 0:
         _fwd_rows(
             tl.program_id(0), w, b, seed, X, RES, W, B, Y, SUM, MEAN, RSTD,
-            M, stride_x, stride_res, site, threshold, scale, eps, weight_offset,
+            M, stride_x, stride_res, site, threshold, scale, eps, OFFSET,
             N, BLOCK, R, False, RMS, ROUND, DROPOUT, ACT, FAST,
         )  # fmt: skip
     else:
         cols = tl.arange(0, BLOCK)
         if W is not None:
-            w = load_weight(W, cols, N, weight_offset, N != BLOCK)
+            w = load_weight(W, cols, N, OFFSET, N != BLOCK)
         if B is not None:
             b = load_weight(B, cols, N, 0.0, N != BLOCK)
         for step in tl.range(
@@ -131,7 +132,7 @@ def norm_fwd(
         ):
             _fwd_rows(
                 step, w, b, seed, X, RES, W, B, Y, SUM, MEAN, RSTD,
-                M, stride_x, stride_res, site, threshold, scale, eps, weight_offset,
+                M, stride_x, stride_res, site, threshold, scale, eps, OFFSET,
                 N, BLOCK, R, True, RMS, ROUND, DROPOUT, ACT, FAST,
             )  # fmt: skip
 
@@ -154,7 +155,8 @@ def before_outer(
 @triton.jit(do_not_specialize=SCALARS)
 def norm_bwd(
     DY, DSUM, X, W, B, MEAN, RSTD, SEED, DX, DRES, DW, DB,
-    M, stride_dy, stride_dsum, stride_x, site, threshold, scale, weight_offset, ALIGN: tl.constexpr,
+    M, stride_dy, stride_dsum, stride_x, site, threshold, scale,
+    OFFSET: tl.constexpr, ALIGN: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
     RMS: tl.constexpr, ROUND: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     ACT: tl.constexpr, FAST: tl.constexpr,
@@ -171,7 +173,7 @@ def norm_bwd(
     w = 1.0
     b = 0.0
     if W is not None:
-        w = load_weight(W, cols, N, weight_offset, N != BLOCK)
+        w = load_weight(W, cols, N, OFFSET, N != BLOCK)
     if B is not None and ACT != "none":
         b = load_weight(B, cols, N, 0.0, N != BLOCK)
     if DROPOUT:

@@ -20,7 +20,7 @@ from graphopt.kernels._norm_triton import (
 @triton.jit(do_not_specialize=SCALARS)
 def norm_fwd_wide(
     X, RES, W, B, SEED, Y, SUM, MEAN, RSTD,
-    M, stride_x, stride_res, site, threshold, scale, eps, weight_offset, ALIGN: tl.constexpr,
+    M, stride_x, stride_res, site, threshold, scale, eps, OFFSET: tl.constexpr, ALIGN: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr,
     RMS: tl.constexpr, ROUND: tl.constexpr, DROPOUT: tl.constexpr,
     ACT: tl.constexpr, FAST: tl.constexpr,
@@ -71,7 +71,7 @@ def norm_fwd_wide(
         w = 1.0
         b = 0.0
         if W is not None:
-            w = load_weight(W, cols, N, weight_offset, True)
+            w = load_weight(W, cols, N, OFFSET, True)
         if B is not None:
             b = load_weight(B, cols, N, 0.0, True)
         if RES is not None:
@@ -89,7 +89,8 @@ def norm_fwd_wide(
 @triton.jit(do_not_specialize=SCALARS)
 def norm_bwd_wide(
     DY, DSUM, X, W, B, MEAN, RSTD, SEED, DX, DRES,
-    stride_dy, stride_dsum, stride_x, site, threshold, scale, weight_offset, ALIGN: tl.constexpr,
+    stride_dy, stride_dsum, stride_x, site, threshold, scale,
+    OFFSET: tl.constexpr, ALIGN: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr,
     RMS: tl.constexpr, ROUND: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     ACT: tl.constexpr, FAST: tl.constexpr,
@@ -120,7 +121,7 @@ def norm_bwd_wide(
             b = 0.0
             factor = 1.0
             if W is not None:
-                w = load_weight(W, cols, N, weight_offset, True)
+                w = load_weight(W, cols, N, OFFSET, True)
             if B is not None and ACT != "none":
                 b = load_weight(B, cols, N, 0.0, True)
             if DROPOUT and (sweep == 1 or not ADD):
@@ -153,7 +154,8 @@ def norm_bwd_wide(
 @triton.jit(do_not_specialize=SCALARS)
 def norm_bwd_wide_weights(
     DY, X, W, B, MEAN, RSTD, SEED, DW, DB,
-    M, stride_dy, stride_x, site, threshold, scale, weight_offset, ALIGN: tl.constexpr,
+    M, stride_dy, stride_x, site, threshold, scale,
+    OFFSET: tl.constexpr, ALIGN: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
     RMS: tl.constexpr, ROUND: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     ACT: tl.constexpr, FAST: tl.constexpr,
@@ -166,7 +168,7 @@ def norm_bwd_wide_weights(
     w = 1.0
     b = 0.0
     if W is not None:
-        w = load_weight(W, cols, N, weight_offset, True)
+        w = load_weight(W, cols, N, OFFSET, True)
     if B is not None and ACT != "none":
         b = load_weight(B, cols, N, 0.0, True)
     if DROPOUT:

@@ -2,8 +2,9 @@
 
 A tensor is seen as [rows, N], N its last dimension. Philox4x32 with 7 rounds (Salmon et al., SC11;
 7 rounds pass BigCrush), keyed by the seed's low and high 32 bits, at the counter
-(low32(g), high32(g), site, 0) with g = row * ceil(N / 8) + column // 8. Its four outputs o0..o3
-serve columns 8k..8k+7 in the order o0.low16, o0.high16, o1.low16, o1.high16, ... o3.high16.
+(low32(g), 0, site, high32(g)) with g = row * ceil(N / 8) + column // 8; in this order the products
+of half of the first two rounds are one number a kernel. Its four outputs o0..o3 serve columns
+8k..8k+7 in the order o0.low16, o0.high16, o1.low16, o1.high16, ... o3.high16.
 
 A value is kept iff its 16 bits >= t, t = round(65536 p), and scaled by 65536 / (65536 - t): the
 mean is exact and p is off by at most 8e-6. Eight values a call and 7 rounds bring LayerNorm ->
@@ -67,7 +68,7 @@ def random_bits(
     g = g + torch.arange(groups, device=device, dtype=torch.int64)
     seed = seed.to(device)
     key = [seed & _MASK, (seed >> 32) & _MASK]
-    counter = [g & _MASK, (g >> 32) & _MASK, torch.full_like(g, site & _MASK), torch.zeros_like(g)]
+    counter = [g & _MASK, torch.zeros_like(g), torch.full_like(g, site & _MASK), g >> 32]
     for _ in range(ROUNDS):
         low0, high0 = _multiply(counter[0], _MULTIPLIER[0])
         low1, high1 = _multiply(counter[2], _MULTIPLIER[1])

@@ -21,7 +21,7 @@ def random_bits(seed, site, group, BLOCK: tl.constexpr):
     low = g.to(tl.uint32)
     high = (g >> 32).to(tl.uint32)
     zero = low * 0
-    a, b, c, d = tl.philox(seed, low, high, (zero + site).to(tl.uint32), zero, 7)
+    a, b, c, d = tl.philox(seed, low, zero, (zero + site).to(tl.uint32), high, 7)
     words = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (group.shape[0], BLOCK))
 

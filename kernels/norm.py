@@ -188,9 +188,12 @@ def _backward_cost(to_call: Callable[..., Call]) -> Callable[..., Cost]:
         c = to_call(*args, **kwargs)
         y, total, mean, rstd = forward_fake(*c)
         normed = c.x if c.residual is None else total
-        # dy, the sum's gradient, the normed tensor and the statistics in; a gradient an input out.
+        # dy, the sum's gradient, the normed tensor and the statistics in; a gradient an input out,
+        # but one for both summands if nothing drops.
         read = tensor_bytes(y, total, normed, mean, rstd, c.weight)
-        return Cost(read, tensor_bytes(c.x, c.residual, c.weight, c.bias), 14 * c.x.numel())
+        shared = c.residual is not None and c.residual.dtype == c.x.dtype and not c.dropout_p
+        written = tensor_bytes(c.x, None if shared else c.residual, c.weight, c.bias)
+        return Cost(read, written, 14 * c.x.numel())
 
     return cost
 

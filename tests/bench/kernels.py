@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.autograd import DeviceType
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -149,6 +150,7 @@ def device_us(calls: list[Callable[[], Any]]) -> float:
         for i in range(CALLS):
             calls[i % len(calls)]()
         torch.cuda.synchronize()
+    # By device type: a launch on the host may bear its kernel's time too.
     events = [e for e in prof.key_averages() if e.device_type == DeviceType.CUDA]
     return sum(e.self_device_time_total for e in events) / CALLS
 
@@ -210,6 +212,15 @@ def measure(function: Callable[..., Any], samples: list[Sample]) -> tuple[float,
     return forward_us, device_us([backward(s) for s in samples])
 
 
+def attempt(function: Callable[..., Any], samples: list[Sample]) -> tuple[float, float] | None:
+    """As `measure`, for a peer: its failure is a result, not the end of the run."""
+    try:
+        return measure(function, samples)
+    except Exception as error:
+        print(f"a peer failed: {error}"[:300], file=sys.stderr)
+        return None
+
+
 def errors(function: Callable[..., Any], sample: Sample, op: Op) -> tuple[float, float]:
     """(output's, worst gradient's) distance from the float64 reference, relative to its norm."""
     outputs = as_tuple(function(*sample.args, **sample.kwargs))
@@ -228,7 +239,7 @@ def errors(function: Callable[..., Any], sample: Sample, op: Op) -> tuple[float,
     slopes = torch.autograd.grad(expected, floating(exact), [g.double() for g in grads])
 
     def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a.double() - b).norm() / b.norm())
+        return float((a.detach().double() - b.detach()).norm() / b.norm().detach())
 
     return (
         max(distance(a, b) for a, b in zip(outputs, expected, strict=True)),
@@ -267,12 +278,9 @@ def bench(
     row: dict[str, Any] = {"case": case.label, "shape": f"{rows}x{cols}"}
     row["copy"] = (copy_us(cost.bytes), copy_us(back.bytes))
     for name, (function, samples) in peers.items():
-        try:
-            row[name] = measure(function, samples)
-        except Exception as error:  # a peer's failure is a result, not the end of the run
-            if name == "graphopt":
-                raise
-            print(f"{case.label} {rows}x{cols}: {name} failed: {error}"[:300], file=sys.stderr)
+        times = measure(function, samples) if name == "graphopt" else attempt(function, samples)
+        if times is not None:
+            row[name] = times
     if not is_random(first, op):
         row["error"] = errors(op.overload, first, op)
         if eager is not None:

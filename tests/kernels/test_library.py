@@ -18,14 +18,16 @@ from graphopt.kernels import _launch, _philox, registry
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_import_needs_neither_triton_nor_a_gpu():
+def test_import_needs_neither_triton_nor_a_gpu(tmp_path):
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, graphopt.kernels\n"
         "assert not torch.cuda.is_initialized()\n"
         "print(torch.ops.graphopt.rms_norm(torch.ones(2, 4), None, 0.0).sum().item())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.stdout.strip() == "8.0", done.stderr
 
 
