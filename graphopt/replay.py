@@ -6,6 +6,7 @@ are forked. `graphopt.step` adds the backward pass.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
-from graphopt.graph.body import CONSTANTS, copy_graph
-from graphopt.numerics import DOUBLE
+from graphopt.graph.body import CONSTANTS, Body, copy_graph
+from graphopt.graph.float64 import DOUBLE
 
 SEED = 20_011
 """Value of every `draw_seed` and of the forked generators, unless told otherwise."""
@@ -311,3 +312,44 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(used)
                 last.setdefault(node, []).append(used)
     return last
+
+
+def requiring_grad(graph: fx.Graph, body: Body) -> set[str]:
+    """Names of the values that a gradient flows into, by the graph alone.
+
+    Every floating input counts, so that the gradients that a caller may ask for are checked too.
+    """
+    found: set[str] = set()
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex()):
+            continue
+        if node.op == "placeholder":
+            found.add(node.name)
+        elif node.op == "get_attr":
+            value = body.attribute(str(node.target))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                found.add(node.name)
+        elif "detach" not in str(node.target) and any(
+            a.name in found for a in node.all_input_nodes
+        ):
+            found.add(node.name)
+    return found
+
+
+def probabilities(graph: fx.Graph | None) -> collections.Counter[float]:
+    """The dropout probabilities in effect in a graph, dead nodes left out."""
+    found: collections.Counter[float] = collections.Counter()
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes) if graph is not None else ():
+        if node.op == "output" or node in live:
+            live.update(node.all_input_nodes)
+            found.update(p for _, _, p in dropout_arguments(node))
+    return found
+
+
+def drops_unseeded(graph: fx.Graph) -> bool:
+    """Whether a graph drops by torch's generator rather than by a seed value."""
+    return any(
+        dropout_arguments(n) and not str(n.target).startswith("graphopt.") for n in graph.nodes
+    )

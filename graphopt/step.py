@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from graphopt.numerics import DOUBLE, to_float64
+from graphopt.graph.float64 import DOUBLE, to_float64
 from graphopt.replay import SEED, State, as_leaf, default_dtype, forked_rng, run
 
 

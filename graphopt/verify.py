@@ -65,7 +65,9 @@ def verify(
     entry = opt.capture(args, kwargs)
     if entry is None:
         reason = "nothing was captured: the source itself runs (on_error='fallback')"
-        return VerifyResult((), Check(-1, "the whole step", "", "whole", Site(), "unchecked", reason))
+        return VerifyResult(
+            (), Check(-1, "the whole step", "", "whole", Site(), "unchecked", reason)
+        )
     leaves: list[torch.Tensor] = []
     flatten((args, kwargs), leaves)
     compiled = entry.compiled

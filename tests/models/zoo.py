@@ -197,7 +197,9 @@ ENTRIES = (
         ),
         _causal,
     ),
-    Entry("llama", _transformer("LlamaConfig", "LlamaForCausalLM", **_DECODER, **_SPECIAL), _causal),
+    Entry(
+        "llama", _transformer("LlamaConfig", "LlamaForCausalLM", **_DECODER, **_SPECIAL), _causal
+    ),
     Entry(
         "qwen3",
         _transformer("Qwen3Config", "Qwen3ForCausalLM", head_dim=8, **_DECODER, **_SPECIAL),
@@ -250,7 +252,9 @@ ENTRIES = (
         _speech,
     ),
     Entry("resnet50", _timm("resnet50", layers=(2, 1, 1, 1), channels=(8, 16, 24, 32)), _image(64)),
-    Entry("convnext", _timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)), _image(64)),
+    Entry(
+        "convnext", _timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)), _image(64)
+    ),
     Entry("mixer", _mixer, _image(32)),
 )  # fmt: skip
 
