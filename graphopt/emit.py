@@ -81,7 +81,7 @@ class Program:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the body on its input leaves; returns its flat outputs."""
-        return self.function([d[n] for d, n in self._cells], *inputs)  # type: ignore[no-any-return]
+        return self.function([d[n] for d, n in self._cells], *inputs)
 
 
 class _Writer:

@@ -123,7 +123,8 @@ class GraphoptModule(fx.GraphModule):
     @property
     def source(self) -> nn.Module:
         """The module that this one was made from."""
-        return self.__dict__[SOURCE_OF]  # type: ignore[no-any-return]
+        source: nn.Module = self.__dict__[SOURCE_OF]
+        return source
 
     @property
     def entry(self) -> Entry:

@@ -39,7 +39,7 @@ def eager_forward(source: nn.Module) -> Callable[..., Any]:
     """The source's own forward, also while an optimized one is attached to it."""
     own = source.__dict__.get("forward")
     if own is not None and getattr(own, ATTACHED, False):
-        return type(source).forward.__get__(source)  # type: ignore[no-any-return]
+        return type(source).forward.__get__(source)
     return source.forward
 
 
@@ -129,7 +129,7 @@ class Entry:
         if self._writes:
             self._epilogue(values, leaves)
         if self._returned:
-            values = self._with_returned(values, leaves)
+            values = tuple(self._with_returned(values, leaves))
         return sig.unflatten(self._outputs, values)
 
     def _without_autocast(
@@ -139,7 +139,7 @@ class Entry:
         for device in self._autocast:
             torch.set_autocast_enabled(device, False)
         try:
-            return self._function(state, *leaves)  # type: ignore[no-any-return]
+            return self._function(state, *leaves)
         finally:
             for device in self._autocast:
                 torch.set_autocast_enabled(device, True)
@@ -151,9 +151,7 @@ class Entry:
                 place = leaves[target] if isinstance(target, int) else target.read()
                 place.copy_(values[output])
 
-    def _with_returned(
-        self, values: tuple[Any, ...], leaves: Sequence[torch.Tensor]
-    ) -> list[Any]:
+    def _with_returned(self, values: tuple[Any, ...], leaves: Sequence[torch.Tensor]) -> list[Any]:
         """Put the written tensors themselves in the places where eager returns them."""
         found = list(values)
         for i, target in self._returned:

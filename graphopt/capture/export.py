@@ -21,13 +21,16 @@ from graphopt.capture.normalize import normalize
 from graphopt.capture.shadow import shadow_of
 from graphopt.capture.symbols import ShapeGuards
 from graphopt.capture.watch import refuse_checkpointing, refuse_hooks, watching
-from graphopt.errors import CaptureError
 from graphopt.graph.body import Body
 
 logger = logging.getLogger("graphopt.capture")
 
 LOCK = threading.RLock()
 """Held during a capture: `torch.export` works on process-wide state and cannot run in parallel."""
+
+
+_QUIET = ("fx", "export", "_export", "_subclasses", "_dynamo")
+"""Torch loggers that would repeat, at length, what a `CaptureError` says."""
 
 
 @dataclasses.dataclass
@@ -94,8 +97,8 @@ def capture(
     leaves: list[torch.Tensor] = []
     inputs = sig.flatten((args, kwargs), leaves)
     names = sig.leaf_names(inputs, signature)
-    refuse_hooks(module)
     refuse_checkpointing(module)
+    refuse_hooks(module)
     with LOCK:
         program, outputs, seconds = _export(module, inputs, leaves, dynamic or {})
         grad = torch.is_grad_enabled()
@@ -132,7 +135,10 @@ def _export(
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
         args, kwargs = sig.unflatten(inputs, flat)
         results: list[Any] = []
-        found[:] = [sig.flatten(original(*args, **kwargs), results, results=True)]
+        try:
+            found[:] = [sig.flatten(original(*args, **kwargs), results, results=True)]
+        except Exception as error:
+            raise _ForwardError(error) from error
         return results
 
     shadow = shadow_of(module, forward)
@@ -142,14 +148,26 @@ def _export(
         started = time.perf_counter()
         try:
             with watching():
-                program = torch.export.export(
-                    shadow, examples, dynamic_shapes=shapes, strict=False
-                )
+                program = torch.export.export(shadow, examples, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             logger.debug("torch.export failed", exc_info=True)
-            raise convert(error, type(module).__name__) from None
+            cause = error.cause if isinstance(error, _ForwardError) else error
+            raise convert(cause, type(module).__name__) from None
         seconds = time.perf_counter() - started
     return program, found[0], seconds
+
+
+class _ForwardError(Exception):
+    """Carries a failure of the model's forward out of `torch.export`."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch.export prints the whole partial graph of an exception that takes this attribute
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
 
 
 def _example(leaf: torch.Tensor) -> torch.Tensor:
@@ -168,7 +186,8 @@ def _dynamic_shapes(leaves: list[torch.Tensor], dynamic: dict[int, set[int]]) ->
         return None
     auto = torch.export.Dim.AUTO
     per_leaf = tuple(
-        {d: auto for d in sorted(dynamic[i])} if i in dynamic else None for i in range(len(leaves))
+        dict.fromkeys(sorted(dynamic[i]), auto) if i in dynamic else None
+        for i in range(len(leaves))
     )
     return (per_leaf,)
 
@@ -184,7 +203,7 @@ def _isolated() -> Iterator[None]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     states = torch.cuda.get_rng_state_all() if cuda else []
     cpu = torch.get_rng_state()
-    loggers = [logging.getLogger(n) for n in ("torch.fx", "torch.export", "torch._export")]
+    loggers = [logging.getLogger(f"torch.{n}") for n in _QUIET]
     levels = [log.level for log in loggers]
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -218,5 +237,3 @@ def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op in ("call_function", "get_attr"):
             graph.erase_node(node)
-
-

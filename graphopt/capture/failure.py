@@ -46,10 +46,7 @@ def user_frame(error: BaseException | None = None) -> str | None:
     Returns:
         "file:line in Class.function    code", None where there is no such frame.
     """
-    if error is not None:
-        frames = _frames_of(error)
-    else:
-        frames = traceback.walk_stack(sys._getframe(1))
+    frames = _frames_of(error) if error is not None else traceback.walk_stack(sys._getframe(1))
     picked = None
     for frame, line in frames:
         if _is_users(frame.f_code.co_filename):

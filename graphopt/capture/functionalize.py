@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.capture.normalize import Flat, _storage
-from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, PARTS, write_part
+from graphopt.capture.normalize import Flat, storage_of
+from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, write_part
 from graphopt.errors import CaptureError
 from graphopt.graph.body import CONSTANTS, Mutation
 from graphopt.graph.record import site_of
@@ -77,12 +77,12 @@ def _written_storages(graph: fx.Graph) -> set[int]:
         if node.op != "call_function":
             continue
         for target in _targets(node):
-            storage = _storage(target)
+            storage = storage_of(target)
             if storage is None:
                 raise _refusal(node, "writes to a value that is not one tensor")
             written.add(storage)
         if _is_dropout_off(node):
-            shared.append((_storage(node), _storage(node.args[0])))
+            shared.append((storage_of(node), storage_of(node.args[0])))
     for a, b in reversed(shared):
         if a in written and b is not None:
             written.add(b)
@@ -114,7 +114,8 @@ def _is_dropout_off(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.name not in _DROPOUTS:
         return False
-    return not node.args[2] or node.args[1] == 0
+    _, p, train = node.args
+    return not train or bool(p == 0)
 
 
 def _refusal(node: fx.Node, why: str) -> CaptureError:
@@ -140,6 +141,10 @@ class _Root:
         self.grads = grads
         self.version = 0
         self.cut = False  # written under no_grad: its value has no way back to the parameter
+
+    def outside(self) -> bool:
+        """Whether a write to it must be seen outside the graph."""
+        return self.version > 0 and self.kind != "intermediate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +174,7 @@ class _Alias:
 class _Parts:
     """The results of a view with several results."""
 
-    def __init__(self, parent: _Alias, node: fx.Node) -> None:
+    def __init__(self, parent: _Alias, node: Any) -> None:
         self.parent = parent
         self.node = node
         self.cached: fx.Node | None = None
@@ -183,7 +188,8 @@ class _Functionalizer:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.roots: list[_Root] = []
-        self.at: fx.Node | None = None  # the old node in hand: metadata of new nodes comes from it
+        # the old node in hand: metadata of new nodes comes from it
+        self.at: fx.Node = next(iter(flat.graph.nodes))
 
     def run(self) -> Functional:
         results: list[Any] = []
@@ -204,24 +210,24 @@ class _Functionalizer:
         values: list[Any] = []
         for i, result in enumerate(results):
             alias = self.env.get(result) if isinstance(result, fx.Node) else None
-            if isinstance(alias, _Alias) and alias.parent is None and alias.root.version > 0:
-                if alias.root.kind != "intermediate":
-                    returned[i] = (alias.root.kind, alias.root.target)
+            if isinstance(alias, _Alias) and alias.parent is None and alias.root.outside():
+                returned[i] = (alias.root.kind, alias.root.target)
             value = self._read(result, replay=True) if alias is not None else result
-            values.append(self._laid_out_as(result, value) if i not in returned else value)
+            if i not in returned and isinstance(value, fx.Node):
+                like = (alias.node if isinstance(alias, _Alias) else result).meta["val"]
+                value = self._laid_out_as(like, value)
+            values.append(value)
         mutations = []
         for root in self.roots:
-            if root.version > 0 and root.kind != "intermediate":
+            if root.outside():
                 mutations.append(Mutation(len(values), root.kind, root.target))
                 values.append(root.value)
         self.graph.output(tuple(values))
         return Functional(self.graph, tuple(mutations), returned)
 
-    def _laid_out_as(self, old: Any, new: Any) -> Any:
+    def _laid_out_as(self, want: Any, new: fx.Node) -> fx.Node:
         """A result with eager's strides, where a functional form laid it out otherwise."""
-        if not isinstance(new, fx.Node):
-            return new
-        want, have = old.meta["val"], new.meta["val"]
+        have = new.meta["val"]
         if not isinstance(want, torch.Tensor) or want.stride() == have.stride():
             return new
         order = _dense_order(want)
@@ -237,7 +243,7 @@ class _Functionalizer:
 
     def _input(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)
-        if _storage(node) not in self.written:
+        if storage_of(node) not in self.written:
             self.env[node] = new
             return
         kind, target = "input", new.name
@@ -265,20 +271,23 @@ class _Functionalizer:
         return self._current_parts(held) if isinstance(held, _Parts) else held
 
     def _current(self, alias: _Alias, replay: bool = False) -> fx.Node:
-        if alias.root.cut and self.at is not None and not self.at.meta.get("graphopt_no_grad"):
-            if self.at.op != "output":
-                raise _refusal(self.at, "reads a parameter after a write to it under no_grad")
+        at = self.at
+        if alias.root.cut and at.op != "output" and not at.meta.get("graphopt_no_grad"):
+            raise _refusal(at, "reads a parameter after a write to it under no_grad")
         if alias.parent is None:
             return alias.root.value
-        if alias.cached is None or alias.version != alias.root.version or (
-            replay and alias.version > 0
+        if (
+            alias.cached is None
+            or alias.version != alias.root.version
+            or (replay and alias.version > 0)
         ):
             alias.cached = self._replay(alias)
             alias.version = alias.root.version
         return alias.cached
 
     def _replay(self, alias: _Alias) -> fx.Node:
-        node, parent = alias.node, alias.parent
+        node: Any = alias.node
+        parent = alias.parent
         assert parent is not None
         if alias.part is not None:
             parts = self.env[node.args[0]]
@@ -308,9 +317,10 @@ class _Functionalizer:
     # ---- operations that do not write
 
     def _compute(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and isinstance(self.env[node.args[0]], _Parts):
-            parts = self.env[node.args[0]]
-            self.env[node] = _Alias(parts.parent.root, parts.parent, node, node.args[1])
+        given: tuple[Any, ...] = node.args
+        if node.target is operator.getitem and isinstance(self.env[given[0]], _Parts):
+            parts = self.env[given[0]]
+            self.env[node] = _Alias(parts.parent.root, parts.parent, node, given[1])
             return
         parent = self._parent(node)
         if parent is not None:
@@ -322,7 +332,7 @@ class _Functionalizer:
                 self.env[node] = _Alias(parent.root, parent, node, None)
             return
         new = self.graph.node_copy(node, self._read)
-        if _storage(node) in self.written:
+        if storage_of(node) in self.written:
             self._root(node, new, "intermediate", new.name)
         else:
             self.env[node] = new
@@ -367,6 +377,7 @@ class _Functionalizer:
 
     def _functional(self, node: fx.Node, name: str) -> fx.Node:
         """Emit the functional form of an in-place operation, in the dtype of what it writes to."""
+        first: Any
         first, *rest = node.args
         args, kwargs = fx.map_arg((tuple(rest), node.kwargs), self._read)
         base, like = self._read(first), node.meta["val"]
@@ -402,7 +413,7 @@ class _Functionalizer:
         return source
 
     def _over(self, node: fx.Node, base: fx.Node, source: fx.Node) -> fx.Node:
-        """The source written over all of a value that requires grad, whose gradient is then zero."""
+        """The source written over all of a value that requires grad (its gradient is zero)."""
         if base.meta["val"].dim() > 0:
             return self._emit(aten.slice_scatter.default, base, source, like=node)
         base, source = (self._emit(aten.unsqueeze.default, v, 0, like=node) for v in (base, source))
@@ -430,15 +441,16 @@ class _Functionalizer:
     def _check_write(self, node: fx.Node, root: _Root) -> None:
         if root.kind == "constant":
             raise _refusal(node, "writes to a tensor that is neither a buffer nor an attribute")
-        if root.kind in ("input", "parameter") and root.grads:
-            if root.kind == "input" or not node.meta.get("graphopt_no_grad"):
-                raise _refusal(node, f"writes to the {root.kind} {root.target}, which requires grad")
-        if node.meta.get("graphopt_no_grad") and root.grads and root.kind != "parameter":
+        no_grad = bool(node.meta.get("graphopt_no_grad"))
+        if root.grads and (root.kind == "input" or (root.kind == "parameter" and not no_grad)):
+            raise _refusal(node, f"writes to the {root.kind} {root.target}, which requires grad")
+        if root.grads and no_grad and root.kind != "parameter":
             raise _refusal(node, "writes under no_grad to a value that requires grad")
 
     def _put_back(self, node: fx.Node, alias: _Alias, new: fx.Node) -> fx.Node:
         """The parent's value after one of its views took a new value."""
-        view, parent = alias.node, alias.parent
+        view: Any = alias.node
+        parent = alias.parent
         assert parent is not None
         base = self._current(parent)
 
@@ -446,7 +458,7 @@ class _Functionalizer:
             return self._emit(op, *args, like=node)
 
         if alias.part is not None:
-            source = view.args[0]
+            source: Any = view.args[0]
             _, *rest = source.args
             op = _op_name(source)
             dim = source.kwargs.get("dim")
@@ -478,9 +490,10 @@ class _Functionalizer:
 
     def _batch_norm(self, node: fx.Node) -> None:
         """Training-mode batch norm: its running statistics become results."""
-        if node.target._schema.name != "aten::batch_norm":  # type: ignore[union-attr]
+        if _op_name(node) != "batch_norm":
             raise _refusal(node, "updates running statistics")
-        x, weight, bias, mean, var, _, momentum, eps = [self._read(a) for a in node.args[:8]]
+        old: tuple[Any, ...] = node.args
+        x, weight, bias, mean, var, _, momentum, eps = [self._read(a) for a in old[:8]]
         args = (x, weight, bias, mean, var, momentum, eps)
         import graphopt.kernels.functional  # noqa: F401  (registers the operator)
 
@@ -489,9 +502,9 @@ class _Functionalizer:
         both.meta["val"] = (node.meta["val"], mean.meta["val"], var.meta["val"])
         y, new_mean, new_var = (self._emit(operator.getitem, both, i, like=node) for i in range(3))
         y.meta["val"] = node.meta["val"]
-        self._assign(node, self.env[node.args[3]], new_mean)
-        self._assign(node, self.env[node.args[4]], new_var)
-        if _storage(node) in self.written:
+        self._assign(node, self.env[old[3]], new_mean)
+        self._assign(node, self.env[old[4]], new_var)
+        if storage_of(node) in self.written:
             self._root(node, y, "intermediate", y.name)
         else:
             self.env[node] = y
@@ -502,7 +515,7 @@ class _Functionalizer:
         """Add an operation, with its fake value and the marks of the node in hand."""
         value = _fake_result(op, args, kwargs)
         new = self.graph.call_function(op, args, kwargs)
-        source = self.at if self.at is not None else like
+        source = like if self.at.op == "output" else self.at
         new.meta = {k: v for k, v in source.meta.items() if k not in ("val", "torch_fn")}
         new.meta["val"] = value
         return new
@@ -541,8 +554,9 @@ def _tensors(values: Any) -> list[Any]:
     return found
 
 
-def _op_name(node: fx.Node) -> str:
-    return str(node.target._schema.name.partition("::")[2])  # type: ignore[union-attr]
+def _op_name(node: fx.Node | _View) -> str:
+    target: Any = node.target
+    return str(target._schema.name.partition("::")[2])
 
 
 def _functional_overload(target: Any, name: str) -> Any:
@@ -552,4 +566,3 @@ def _functional_overload(target: Any, name: str) -> Any:
     overload_name = _OVERLOADS.get((name, target._overloadname), target._overloadname)
     overload = getattr(packet, overload_name, None) if packet is not None else None
     return None if overload is None or overload._schema.is_mutable else overload
-

@@ -57,10 +57,7 @@ def ambient() -> Ambient:
         False
     """
     casts = tuple(
-        [
-            torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None
-            for d in _DEVICES
-        ]
+        [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
     )
     return (
         torch.is_grad_enabled(),
@@ -77,9 +74,7 @@ def autocast_dtypes(modes: Ambient) -> dict[str, torch.dtype]:
 
 def leaf_facts(leaves: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
     """The facts of each tensor argument that stand in a key."""
-    return tuple(
-        [(t.dtype, t.device, t.shape, t.requires_grad, t.is_contiguous()) for t in leaves]
-    )
+    return tuple([(t.dtype, t.device, t.shape, t.requires_grad, t.is_contiguous()) for t in leaves])
 
 
 class StateGuard:
@@ -101,8 +96,11 @@ class StateGuard:
         self._dicts = [m.__dict__ for m in modules]
         self._children = [m._modules for m in modules if m._modules]
         self._children_seen = [dict(c) for c in self._children]
-        self._refs = [
-            (d, n) for m in modules for d in (m._parameters, m._buffers) for n, t in d.items()
+        self._refs: list[tuple[dict[str, Any], str]] = [
+            (d, n)
+            for m in modules
+            for d in (m._parameters, m._buffers)
+            for n, t in d.items()
             if t is not None
         ]
         self._hooks = [m.__dict__[h] for m in modules[1:] for h in _HOOKS]

@@ -1,4 +1,4 @@
-"""The exported program as one flat graph over the source's state: regions inlined, asserts dropped."""
+"""The exported program as one flat graph over the source's state, its regions inlined."""
 
 from __future__ import annotations
 
@@ -173,8 +173,9 @@ class _Inliner:
             return
         if _DROPPED.search(str(target)):
             return
-        if target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):
-            env[node] = env[node.args[0]][node.args[1]]  # result of an inlined region
+        given: tuple[Any, ...] = node.args
+        if target is operator.getitem and not isinstance(env[given[0]], fx.Node):
+            env[node] = env[given[0]][given[1]]  # result of an inlined region
             return
         lookup: Callable[[fx.Node], Any] = env.__getitem__
         if self.ambient and not at.grad:
@@ -194,7 +195,8 @@ class _Inliner:
 
     def _higher_order(self, node: fx.Node, env: dict[fx.Node, Any], at: Region) -> list[Any]:
         name = str(getattr(node.target, "__name__", node.target))
-        args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        given: tuple[Any, ...] = node.args
+        args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in given]
         if name == "wrap_with_set_grad_enabled":
             enabled, inner, *rest = args
             at = dataclasses.replace(at, grad=bool(enabled))
@@ -228,7 +230,7 @@ class _Inliner:
         return self.detached[value]
 
     def _requires_grad(self, node: fx.Node) -> bool:
-        return node in self.grads or _storage(node) in self.grad_storages
+        return node in self.grads or storage_of(node) in self.grad_storages
 
     def _track(self, new: fx.Node) -> None:
         """Note whether a value would require grad in eager."""
@@ -242,7 +244,7 @@ class _Inliner:
         self.grads.add(new)
         if schema is not None and schema.is_mutable and isinstance(new.args[0], fx.Node):
             self.grads.add(new.args[0])
-            storage = _storage(new)
+            storage = storage_of(new)
             if storage is not None:
                 self.grad_storages.add(storage)
 
@@ -255,7 +257,8 @@ def _differentiable(value: Any) -> bool:
     return False
 
 
-def _storage(node: fx.Node) -> int | None:
+def storage_of(node: fx.Node) -> int | None:
+    """Which storage a node's fake value lies in; aliases of one tensor share it."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 

@@ -24,7 +24,9 @@ SOURCE_OF = "_graphopt_source"
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
 
-def shadow_of(module: nn.Module, forward: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> nn.Module:
+def shadow_of(
+    module: nn.Module, forward: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+) -> nn.Module:
     """A shadow of a module tree whose root takes flat leaves.
 
     Args:

@@ -22,8 +22,8 @@ Structure = tuple[Any, ...]
 
 LEAF: Structure = ("leaf",)
 _PLAIN = frozenset({type(None), bool, int, str, bytes, complex})
-_STATIC = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_STATIC = (*_STATIC, enum.Enum, type, range, type(Ellipsis), type(NotImplemented))
+_STATIC: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_STATIC = (*_STATIC, torch.Size, enum.Enum, type, range, type(Ellipsis), type(NotImplemented))
 
 
 class Held:
@@ -119,7 +119,7 @@ def _flatten_rare(value: Any, leaves: list[Any], results: bool) -> Structure:
     raise CaptureError(
         f"an argument of class {kind.__module__}.{kind.__qualname__}",
         why="it is neither a tensor, nor a plain value, nor a container whose tensors are known",
-        try_="pass its tensors, or register the class with torch.utils._pytree.register_pytree_node",
+        try_="pass its tensors, or register it with torch.utils._pytree.register_pytree_node",
     )
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphopt.capture import signature as sig
@@ -142,6 +143,7 @@ class GraphStore:
         self, key: GraphKey, family: _Family, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Entry | Eager:
         why = self._why(key)
+        entry: Entry | Eager
         try:
             entry = self._capture(key, family, args, kwargs)
         except CaptureError as error:
@@ -181,7 +183,7 @@ class GraphStore:
         return Entry(found, compiled, key, type(self.source).__name__)
 
     def _symbolic(self, key: GraphKey, family: _Family) -> set[tuple[int, int]]:
-        """The sizes to make symbolic; sizes 0 and 1 stay fixed, since broadcasting differs there."""
+        """The sizes to make symbolic; 0 and 1 stay fixed, since broadcasting differs there."""
         shapes = key.shapes()
         if self.settings.dynamic is False:
             return set()
@@ -226,7 +228,7 @@ class GraphStore:
 
     def _drop_oldest(self, family: _Family) -> None:
         limit = self.settings.recapture_limit
-        dropped = [e for e in family.entries[:-limit]]
+        dropped = family.entries[:-limit]
         family.entries = family.entries[-limit:]
         keys = list(self._families)
         for old in keys[: max(0, len(keys) - _MOST_FAMILIES)]:
@@ -245,13 +247,19 @@ class GraphStore:
         for name, a, b in zip(names, old.leaves, key.leaves, strict=True):
             for what, m, n in zip(_FACTS, a, b, strict=True):
                 if m != n:
-                    shown = (tuple(m), tuple(n)) if what == "shape" else (m, n)
-                    return (what, name, *shown)
+                    if isinstance(m, torch.Size) and isinstance(n, torch.Size):
+                        return (what, name, tuple(m), tuple(n))
+                    return (what, name, m, n)
         if old.ambient != key.ambient:
             for what, m, n in zip(_MODES, old.ambient, key.ambient, strict=True):
                 if m != n:
                     return ("mode", what, m, n)
-        return ("state", "training flags, requires_grad, dtypes or submodules", old.state, key.state)
+        return (
+            "state",
+            "training flags, requires_grad, dtypes or submodules",
+            old.state,
+            key.state,
+        )
 
     def _plain_difference(
         self, old: GraphKey, key: GraphKey, signature: Any
@@ -270,5 +278,3 @@ class GraphStore:
 
 _FACTS = ("dtype", "device", "shape", "requires_grad", "contiguous")
 _MODES = ("grad mode", "inference mode", "default dtype", "autocast")
-
-
