@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from graphopt.errors import GraphOptError, OptionError
 
     try:
-        return command(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return command(arguments)
     except (UsageError, OptionError) as error:
         print(f"graphopt: {error}", file=sys.stderr)
         return USAGE
@@ -61,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # when it flushes the closed pipe; give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Warnings on one line: the place in graphopt's own code says nothing to a user."""
+    print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,13 +137,17 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from graphopt.report.proof import proof_table, proof_text
+    from graphopt.report.table import show
+
     model, args, kwargs = load_target(arguments.target, arguments.mode)
     opt = graphopt.optimize(model, args, kwargs, rules=arguments.rules)
     result = graphopt.verify(opt, args, kwargs)
     if arguments.json:
         _print_json(result.to_dict())
     else:
-        print(result)
+        show("", [proof_table(result)])
+        show(proof_text(result))
     return GOOD if result.passed else BAD
 
 

@@ -15,9 +15,10 @@ from torch import nn
 
 import graphopt
 from graphopt.env import describe
+from graphopt.report.proof import proof_table, proof_text
 from graphopt.report.rules import RuleSummary, by_rule, rule_table
 from graphopt.report.table import Table, show, size
-from graphopt.verify import VerifyResult
+from graphopt.verdict import VerifyResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def run(device: str | None = None, quiet: bool = False) -> DemoResult:
     """
     say: Callable[..., None] = (lambda *_, **__: None) if quiet else show
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, inputs = gpt2(device, batch=2, length=64)
+    model, inputs = gpt2(device, batch=2, length=32)
     count = sum(p.numel() for p in model.parameters()) / 1e6
     say(
         f"GPT-2 from transformers, random weights: {model.config.n_layer} layers, width "
@@ -112,7 +113,8 @@ def run(device: str | None = None, quiet: bool = False) -> DemoResult:
 
     say("\n2. verify: every rewrite and the whole step, forward and backward, against float64")
     verified = graphopt.verify(opt, kwargs=inputs)
-    say(str(verified))
+    say("", [proof_table(verified)])
+    say(proof_text(verified))
 
     loss, gradients, parameters = _train_one_step(opt, inputs)
     say(
@@ -144,7 +146,9 @@ def gpt2(device: str, batch: int, length: int) -> tuple[Any, dict[str, torch.Ten
         The model in training mode and its keyword arguments, labels included.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # it would remark that the default loss is the default one
     torch.manual_seed(0)
     size = {} if device.startswith("cuda") else {"n_embd": 256, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(use_cache=False, **size)).to(device).train()

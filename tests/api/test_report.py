@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.graph.record import Refusal, RewriteRecord, Site
+from graphopt.numerics import Comparison, TensorError
 from graphopt.report.fold import fold, fold_text
+from graphopt.report.proof import proof_table, proof_text
 from graphopt.report.rules import by_reason, by_rule, line_of, reason_table, rule_table
 from graphopt.report.table import WIDTH, Table, show, size
+from graphopt.verdict import Check, VerifyResult
 
 
 def rewrite(rule, module, saved=0, kind="local", ordinal=0):
@@ -148,3 +151,45 @@ def test_reason_table_text():
         "not fused  ops  where  line      why\n"
         "bias_act   2/3  mlp    gpt.py:7  the sum is used elsewhere"
     )
+
+
+def check(rule, module, ratio, status="right", kind="local"):
+    error = TensorError(
+        name="output/0",
+        dtype="float32",
+        shape=(2,),
+        eager=1e-7,
+        optimized=ratio * 1e-7,
+        difference=0.0,
+        max_eager=1e-7,
+        max_optimized=1e-7,
+        ratio=ratio,
+        step_scale=False,
+        verdict="ok",
+    )
+    site = Site(module, "LayerNorm", "models/gpt.py", 41, "h = self.ln_1(x)")
+    comparison = Comparison((error,), ratio)
+    reason = "" if status == "right" else "they differ by 0.1 in float64"
+    return Check(0, rule, "fusion", kind, site, status, reason, 2e-16, comparison)
+
+
+def test_proof_table_shows_the_worst_of_each_rule():
+    checks = (check("glu", "h.0.mlp", 0.5), check("glu", "h.1.mlp", 1.5))
+    text = str(proof_table(VerifyResult(checks, check("the whole step", "", 1.0, kind="whole"))))
+    assert text == (
+        "rule             right    eager  graphopt  ratio  float64  where\n"
+        "glu             2 of 2  1.0e-07   1.5e-07   1.50    2e-16  h.*.mlp x2\n"
+        "the whole step  1 of 1  1.0e-07   1.0e-07   1.00    2e-16  whole graph"
+    )
+
+
+def test_proof_text_names_what_is_wrong():
+    bad = check("glu", "h.1.mlp", 9.0, "wrong")
+    result = VerifyResult((bad,), check("the whole step", "", 1.0, kind="whole"))
+    text = proof_text(result)
+    assert text == "wrong: glu at h.1.mlp gpt.py:41: they differ by 0.1 in float64"
+
+
+def test_proof_text_of_a_good_result_counts_the_rewrites():
+    result = VerifyResult((check("glu", "mlp", 1.0),), check("the whole step", "", 1.0))
+    assert proof_text(result).startswith("1 rewrites: each one and the whole step keep")
