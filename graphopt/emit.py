@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Program:
         scope = dict(writer.scope)
         exec(compile(self.text, filename, "exec"), scope)
         linecache.cache[filename] = (len(self.text), None, self.text.splitlines(True), filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None)
         self.function = scope["forward"]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from graphopt.capture.entry import Compiled, Entry
 from graphopt.capture.key import GraphKey, StateGuard, ambient, leaf_facts
 from graphopt.capture.shadow import SOURCE_OF
 from graphopt.capture.store import GraphStore, Recapture, Settings
-from graphopt.errors import GraphOptError
+from graphopt.errors import CaptureError, GraphOptError
 from graphopt.graph.body import Body
 
 __all__ = ["Compiled", "GraphoptModule", "Recapture", "Settings"]
@@ -39,7 +39,17 @@ _SHARED = (
 )
 """Dicts that the optimized module and its source hold in common: state and hooks stay one."""
 
-_OWN = frozenset({SOURCE_OF, "_store", "_guard", "_settings", "_compile_body", "training"})
+_OWN = frozenset(
+    {
+        SOURCE_OF,
+        "_store",
+        "_guard",
+        "_settings",
+        "_compile_body",
+        "_compiled_call_impl",
+        "training",
+    }
+)
 
 
 class GraphoptModule(fx.GraphModule):
@@ -80,6 +90,7 @@ class GraphoptModule(fx.GraphModule):
         nn.Module.__init__(self)
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
         self.__dict__["meta"] = {}
+        del self.__dict__["_is_full_backward_hook"]  # the source's, as its hooks are
         self._settings = settings or Settings()
         self._compile_body = compile_body
         self._guard = StateGuard(source)
@@ -88,10 +99,13 @@ class GraphoptModule(fx.GraphModule):
     # ---- calls
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves: list[torch.Tensor] = []
-        structure = sig.flatten((args, kwargs), leaves)
-        key = GraphKey(self._guard.number(), ambient(), structure, leaf_facts(leaves))
         store = self._store
+        leaves: list[torch.Tensor] = []
+        try:
+            structure = sig.flatten((args, kwargs), leaves)
+        except CaptureError as error:
+            return store.fallback(error).call(leaves, args, kwargs)
+        key = GraphKey(self._guard.number(), ambient(), structure, leaf_facts(leaves))
         entry = store.exact.get(key)
         if entry is None:
             entry = store.find(key, args, kwargs)

@@ -46,9 +46,8 @@ def eager_forward(source: nn.Module) -> Callable[..., Any]:
 class Eager:
     """Stands for a graph where the source itself runs (`on_error="fallback"`)."""
 
-    def __init__(self, source: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, source: nn.Module) -> None:
         self.source = source
-        self.shapes = shapes
 
     def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Every size: what cannot be captured at one size cannot be at another."""

@@ -21,6 +21,7 @@ from graphopt.capture.normalize import normalize
 from graphopt.capture.shadow import shadow_of
 from graphopt.capture.symbols import ShapeGuards
 from graphopt.capture.watch import refuse_checkpointing, refuse_hooks, watching
+from graphopt.errors import CaptureError
 from graphopt.graph.body import Body
 
 logger = logging.getLogger("graphopt.capture")
@@ -137,6 +138,7 @@ def _export(
         results: list[Any] = []
         try:
             found[:] = [sig.flatten(original(*args, **kwargs), results, results=True)]
+            _refuse_changed(inputs, (args, kwargs), flat)
         except Exception as error:
             raise _ForwardError(error) from error
         return results
@@ -155,6 +157,18 @@ def _export(
             raise convert(cause, type(module).__name__) from None
         seconds = time.perf_counter() - started
     return program, found[0], seconds
+
+
+def _refuse_changed(inputs: sig.Structure, given: Any, flat: tuple[Any, ...]) -> None:
+    """Refuse a forward that changed a container among its arguments (appended to a list, ...)."""
+    leaves: list[Any] = []
+    same = sig.flatten(given, leaves) == inputs and len(leaves) == len(flat)
+    if not same or any(a is not b for a, b in zip(leaves, flat, strict=True)):
+        raise CaptureError(
+            "forward changes a container among its arguments (a list, a dict, a cache)",
+            why="the caller's own object would not see the change",
+            try_="return the new values instead; or on_error='fallback'",
+        )
 
 
 class _ForwardError(Exception):

@@ -15,21 +15,28 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.capture.aliases import (
+    FRESH,
+    SELVES,
+    Alias,
+    Parts,
+    Root,
+    View,
+    check_write,
+    dense_order,
+    fake_result,
+    functional_overload,
+    is_dropout_off,
+    op_name,
+    refusal,
+    targets,
+    written_storages,
+)
 from graphopt.capture.normalize import Flat, storage_of
 from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, write_part
-from graphopt.errors import CaptureError
 from graphopt.graph.body import CONSTANTS, Mutation
-from graphopt.graph.record import site_of
 
 aten = torch.ops.aten
-
-_DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout")
-_SELVES = {"to", "contiguous", "dropout", "feature_dropout", "alpha_dropout", "type_as"}
-"""Operations that, where their result shares memory with their first argument, return it itself."""
-_FRESH = ("aten::lift_fresh_copy", "aten::clone")
-_RENAMED = {"normal_": "normal_functional", "__iand__": "__and__", "__ior__": "__or__"}
-_RENAMED |= {"__ixor__": "__xor__", "__ilshift__": "__lshift__", "__irshift__": "__rshift__"}
-_OVERLOADS = {("bernoulli_", "float"): "p"}
 
 
 @dataclasses.dataclass
@@ -60,125 +67,10 @@ def functionalize(flat: Flat) -> Functional:
     Raises:
         CaptureError: names the operation and the user's line where a write cannot be expressed.
     """
-    written = _written_storages(flat.graph)
+    written = written_storages(flat.graph)
     if not written:
         return Functional(flat.graph, (), {})
     return _Functionalizer(flat, written).run()
-
-
-# ---- which storages are written to
-
-
-def _written_storages(graph: fx.Graph) -> set[int]:
-    """Storages that some operation writes to, with those that eager would have them share."""
-    written: set[int] = set()
-    shared: list[tuple[int | None, int | None]] = []
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for target in _targets(node):
-            storage = storage_of(target)
-            if storage is None:
-                raise _refusal(node, "writes to a value that is not one tensor")
-            written.add(storage)
-        if _is_dropout_off(node):
-            shared.append((storage_of(node), storage_of(node.args[0])))
-    for a, b in reversed(shared):
-        if a in written and b is not None:
-            written.add(b)
-    for a, b in shared:
-        if b in written and a is not None:
-            written.add(a)
-    return written
-
-
-def _targets(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes that an operation writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
-    if schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5]:
-        return [a for a in node.args[3:5] if isinstance(a, fx.Node)]
-    if not schema.is_mutable:
-        return []
-    found = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else [value]
-            found += [v for v in values if isinstance(v, fx.Node)]
-    return found
-
-
-def _is_dropout_off(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name not in _DROPOUTS:
-        return False
-    _, p, train = node.args
-    return not train or bool(p == 0)
-
-
-def _refusal(node: fx.Node, why: str) -> CaptureError:
-    site = site_of(node)
-    return CaptureError(
-        f"an in-place operation that has no functional form ({node.target})",
-        at=f"{site.file}:{site.line}    {site.code}" if site.file else None,
-        why=f"it {why}",
-        try_="write it out of place; or on_error='fallback'",
-    )
-
-
-# ---- aliases
-
-
-class _Root:
-    """One tensor that is not a view of another, and its value at the present point."""
-
-    def __init__(self, value: fx.Node, kind: str, target: str, grads: bool) -> None:
-        self.value = value
-        self.kind = kind  # "input", "buffer", "parameter", "constant" or "intermediate"
-        self.target = target
-        self.grads = grads
-        self.version = 0
-        self.cut = False  # written under no_grad: its value has no way back to the parameter
-
-    def outside(self) -> bool:
-        """Whether a write to it must be seen outside the graph."""
-        return self.version > 0 and self.kind != "intermediate"
-
-
-@dataclasses.dataclass(frozen=True)
-class _View:
-    """A view operation, as the old node that made it holds it."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    meta: dict[str, Any]
-
-
-class _Alias:
-    """A tensor of the exported program, as a view of its parent (None for a root)."""
-
-    def __init__(
-        self, root: _Root, parent: _Alias | None, node: fx.Node | _View, part: int | None
-    ) -> None:
-        self.root = root
-        self.parent = parent
-        self.node = node
-        self.part = part
-        self.cached: fx.Node | None = None
-        self.version = -1
-
-
-class _Parts:
-    """The results of a view with several results."""
-
-    def __init__(self, parent: _Alias, node: Any) -> None:
-        self.parent = parent
-        self.node = node
-        self.cached: fx.Node | None = None
-        self.version = -1
 
 
 class _Functionalizer:
@@ -187,7 +79,7 @@ class _Functionalizer:
         self.written = written
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.roots: list[_Root] = []
+        self.roots: list[Root] = []
         # the old node in hand: metadata of new nodes comes from it
         self.at: fx.Node = next(iter(flat.graph.nodes))
 
@@ -199,7 +91,7 @@ class _Functionalizer:
                 results = list(node.args[0])
             elif node.op in ("placeholder", "get_attr"):
                 self._input(node)
-            elif _targets(node):
+            elif targets(node):
                 self._write(node)
             else:
                 self._compute(node)
@@ -210,11 +102,11 @@ class _Functionalizer:
         values: list[Any] = []
         for i, result in enumerate(results):
             alias = self.env.get(result) if isinstance(result, fx.Node) else None
-            if isinstance(alias, _Alias) and alias.parent is None and alias.root.outside():
+            if isinstance(alias, Alias) and alias.parent is None and alias.root.outside():
                 returned[i] = (alias.root.kind, alias.root.target)
             value = self._read(result, replay=True) if alias is not None else result
             if i not in returned and isinstance(value, fx.Node):
-                like = (alias.node if isinstance(alias, _Alias) else result).meta["val"]
+                like = (alias.node if isinstance(alias, Alias) else result).meta["val"]
                 value = self._laid_out_as(like, value)
             values.append(value)
         mutations = []
@@ -230,8 +122,8 @@ class _Functionalizer:
         have = new.meta["val"]
         if not isinstance(want, torch.Tensor) or want.stride() == have.stride():
             return new
-        order = _dense_order(want)
-        if order is None or order == _dense_order(have):
+        order = dense_order(want)
+        if order is None or order == dense_order(have):
             return new
         moved = self._emit(aten.permute.default, new, order, like=new)
         kept = torch.contiguous_format
@@ -257,23 +149,23 @@ class _Functionalizer:
         return ("parameter" if path in self.flat.parameters else "buffer"), path
 
     def _root(self, node: fx.Node, value: fx.Node, kind: str, target: str) -> None:
-        root = _Root(value, kind, target, node in self.flat.grads)
+        root = Root(value, kind, target, node in self.flat.grads)
         self.roots.append(root)
-        self.env[node] = _Alias(root, None, node, None)
+        self.env[node] = Alias(root, None, node, None)
 
     def _read(self, value: Any, *, replay: bool = False) -> Any:
         """The new node that holds an old node's value at the present point."""
         if not isinstance(value, fx.Node):
             return value
         held = self.env[value]
-        if isinstance(held, _Alias):
+        if isinstance(held, Alias):
             return self._current(held, replay)
-        return self._current_parts(held) if isinstance(held, _Parts) else held
+        return self._current_parts(held) if isinstance(held, Parts) else held
 
-    def _current(self, alias: _Alias, replay: bool = False) -> fx.Node:
+    def _current(self, alias: Alias, replay: bool = False) -> fx.Node:
         at = self.at
         if alias.root.cut and at.op != "output" and not at.meta.get("graphopt_no_grad"):
-            raise _refusal(at, "reads a parameter after a write to it under no_grad")
+            raise refusal(at, "reads a parameter after a write to it under no_grad")
         if alias.parent is None:
             return alias.root.value
         if (
@@ -285,7 +177,7 @@ class _Functionalizer:
             alias.version = alias.root.version
         return alias.cached
 
-    def _replay(self, alias: _Alias) -> fx.Node:
+    def _replay(self, alias: Alias) -> fx.Node:
         node: Any = alias.node
         parent = alias.parent
         assert parent is not None
@@ -305,7 +197,7 @@ class _Functionalizer:
                 raise
             return self._emit(aten.reshape.default, base, *args, like=node, **kwargs)
 
-    def _current_parts(self, parts: _Parts) -> fx.Node:
+    def _current_parts(self, parts: Parts) -> fx.Node:
         if parts.cached is None or parts.version != parts.parent.root.version:
             _, *rest = parts.node.args
             args, kwargs = fx.map_arg((tuple(rest), parts.node.kwargs), self._read)
@@ -318,18 +210,18 @@ class _Functionalizer:
 
     def _compute(self, node: fx.Node) -> None:
         given: tuple[Any, ...] = node.args
-        if node.target is operator.getitem and isinstance(self.env[given[0]], _Parts):
+        if node.target is operator.getitem and isinstance(self.env[given[0]], Parts):
             parts = self.env[given[0]]
-            self.env[node] = _Alias(parts.parent.root, parts.parent, node, given[1])
+            self.env[node] = Alias(parts.parent.root, parts.parent, node, given[1])
             return
         parent = self._parent(node)
         if parent is not None:
             if isinstance(node.meta.get("val"), (list, tuple)):
-                self.env[node] = _Parts(parent, node)
-            elif _op_name(node) in _SELVES:
+                self.env[node] = Parts(parent, node)
+            elif op_name(node) in SELVES:
                 self.env[node] = parent
             else:
-                self.env[node] = _Alias(parent.root, parent, node, None)
+                self.env[node] = Alias(parent.root, parent, node, None)
             return
         new = self.graph.node_copy(node, self._read)
         if storage_of(node) in self.written:
@@ -337,16 +229,16 @@ class _Functionalizer:
         else:
             self.env[node] = new
 
-    def _parent(self, node: fx.Node) -> _Alias | None:
+    def _parent(self, node: fx.Node) -> Alias | None:
         """The written-to alias that this operation's result is a view of, if any."""
         schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.name in _FRESH:
+        if schema is None or schema.name in FRESH:
             return None
         first = node.args[0] if node.args else None
         held = self.env.get(first) if isinstance(first, fx.Node) else None
-        if not isinstance(held, _Alias) or not isinstance(first, fx.Node):
+        if not isinstance(held, Alias) or not isinstance(first, fx.Node):
             return None
-        if _is_dropout_off(node):
+        if is_dropout_off(node):
             return held
         value = node.meta.get("val")
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -364,9 +256,9 @@ class _Functionalizer:
         if name == "batch_norm":
             self._batch_norm(node)
             return
-        written = _targets(node)
+        written = targets(node)
         if len(written) != 1 or written[0] is not node.args[0]:
-            raise _refusal(node, "writes to several tensors, or to one that is not its first")
+            raise refusal(node, "writes to several tensors, or to one that is not its first")
         alias = self.env[written[0]]
         if name in IN_PLACE_VIEWS:
             self._reshape_in_place(node, alias, name)
@@ -390,9 +282,9 @@ class _Functionalizer:
         elif name == "detach_":
             new = self._emit(aten.detach.default, base, like=node)
         else:
-            op = _functional_overload(node.target, name)
+            op = functional_overload(node.target, name)
             if op is None:
-                raise _refusal(node, "has no out-of-place counterpart")
+                raise refusal(node, "has no out-of-place counterpart")
             new = self._emit(op, base, *args, like=node, **kwargs)
         value = new.meta["val"]
         if value.dtype != like.dtype:
@@ -420,13 +312,13 @@ class _Functionalizer:
         both = self._emit(aten.slice_scatter.default, base, source, like=node)
         return self._emit(aten.squeeze.dim, both, 0, like=node)
 
-    def _assign(self, node: fx.Node, alias: _Alias, new: fx.Node) -> None:
+    def _assign(self, node: fx.Node, alias: Alias, new: fx.Node) -> None:
         """Give an alias a new value, and its root with it."""
         root = alias.root
-        self._check_write(node, root)
+        check_write(node, root)
         value = new
-        links: list[_Alias] = []
-        step: _Alias = alias
+        links: list[Alias] = []
+        step: Alias = alias
         while step.parent is not None:
             value = self._put_back(node, step, value)
             links.append(step)
@@ -438,16 +330,7 @@ class _Functionalizer:
         if alias.parent is not None:
             alias.cached, alias.version = new, root.version
 
-    def _check_write(self, node: fx.Node, root: _Root) -> None:
-        if root.kind == "constant":
-            raise _refusal(node, "writes to a tensor that is neither a buffer nor an attribute")
-        no_grad = bool(node.meta.get("graphopt_no_grad"))
-        if root.grads and (root.kind == "input" or (root.kind == "parameter" and not no_grad)):
-            raise _refusal(node, f"writes to the {root.kind} {root.target}, which requires grad")
-        if root.grads and no_grad and root.kind != "parameter":
-            raise _refusal(node, "writes under no_grad to a value that requires grad")
-
-    def _put_back(self, node: fx.Node, alias: _Alias, new: fx.Node) -> fx.Node:
+    def _put_back(self, node: fx.Node, alias: Alias, new: fx.Node) -> fx.Node:
         """The parent's value after one of its views took a new value."""
         view: Any = alias.node
         parent = alias.parent
@@ -460,13 +343,13 @@ class _Functionalizer:
         if alias.part is not None:
             source: Any = view.args[0]
             _, *rest = source.args
-            op = _op_name(source)
+            op = op_name(source)
             dim = source.kwargs.get("dim")
             rest = rest if dim is None else [*rest, dim]
             return write_part(emit, base, new, op, rest, alias.part)
-        inverse = INVERSES.get(_op_name(view))
+        inverse = INVERSES.get(op_name(view))
         if inverse is None:
-            raise _refusal(node, f"writes to a view made by {view.target}, which has no inverse")
+            raise refusal(node, f"writes to a view made by {view.target}, which has no inverse")
         _, *rest = view.args
         args, kwargs = fx.map_arg((tuple(rest), view.kwargs), self._read)
         try:
@@ -474,15 +357,15 @@ class _Functionalizer:
                 return inverse(emit, base, new)
             return inverse(emit, base, new, *args, **kwargs)
         except (NotImplementedError, TypeError):
-            raise _refusal(node, f"writes to a view made by {view.target}") from None
+            raise refusal(node, f"writes to a view made by {view.target}") from None
 
-    def _reshape_in_place(self, node: fx.Node, alias: _Alias, name: str) -> None:
+    def _reshape_in_place(self, node: fx.Node, alias: Alias, name: str) -> None:
         """`t_` and its kind: the tensor object becomes a view of what it was."""
-        overload = _functional_overload(node.target, name)
+        overload = functional_overload(node.target, name)
         if overload is None or alias.root.kind != "intermediate":
-            raise _refusal(node, "changes the shape of an input or of state")
-        view = _View(overload, node.args, node.kwargs, node.meta)
-        after = _Alias(alias.root, alias, view, None)
+            raise refusal(node, "changes the shape of an input or of state")
+        view = View(overload, node.args, node.kwargs, node.meta)
+        after = Alias(alias.root, alias, view, None)
         for old, held in self.env.items():
             if held is alias:
                 self.env[old] = after
@@ -490,8 +373,8 @@ class _Functionalizer:
 
     def _batch_norm(self, node: fx.Node) -> None:
         """Training-mode batch norm: its running statistics become results."""
-        if _op_name(node) != "batch_norm":
-            raise _refusal(node, "updates running statistics")
+        if op_name(node) != "batch_norm":
+            raise refusal(node, "updates running statistics")
         old: tuple[Any, ...] = node.args
         x, weight, bias, mean, var, _, momentum, eps = [self._read(a) for a in old[:8]]
         args = (x, weight, bias, mean, var, momentum, eps)
@@ -513,56 +396,9 @@ class _Functionalizer:
 
     def _emit(self, op: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """Add an operation, with its fake value and the marks of the node in hand."""
-        value = _fake_result(op, args, kwargs)
+        value = fake_result(op, args, kwargs)
         new = self.graph.call_function(op, args, kwargs)
         source = like if self.at.op == "output" else self.at
         new.meta = {k: v for k, v in source.meta.items() if k not in ("val", "torch_fn")}
         new.meta["val"] = value
         return new
-
-
-def _fake_result(op: Any, args: Any, kwargs: Any) -> Any:
-    values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    mode = next((v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")), None)
-    if op is operator.getitem or mode is None:
-        return op(*values, **options)
-    with mode, torch.no_grad():
-        return op(*values, **options)
-
-
-def _dense_order(value: torch.Tensor) -> list[int] | None:
-    """Dimensions from the outermost in memory to the innermost; None when there are gaps."""
-    sizes, strides = value.shape, value.stride()
-    if not all(isinstance(s, int) for s in (*sizes, *strides)):
-        return None
-    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
-    expected = 1
-    for d in reversed(order):
-        if sizes[d] != 1 and strides[d] != expected:
-            return None
-        expected *= sizes[d]
-    return order
-
-
-def _tensors(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for v in values:
-        if isinstance(v, torch.Tensor):
-            found.append(v)
-        elif isinstance(v, (list, tuple)):
-            found += _tensors(v)
-    return found
-
-
-def _op_name(node: fx.Node | _View) -> str:
-    target: Any = node.target
-    return str(target._schema.name.partition("::")[2])
-
-
-def _functional_overload(target: Any, name: str) -> Any:
-    base = _RENAMED.get(name, name.removesuffix("_"))
-    namespace = getattr(torch.ops, target.namespace)
-    packet = getattr(namespace, base, None)
-    overload_name = _OVERLOADS.get((name, target._overloadname), target._overloadname)
-    overload = getattr(packet, overload_name, None) if packet is not None else None
-    return None if overload is None or overload._schema.is_mutable else overload

@@ -75,7 +75,17 @@ def normalize(
     inliner.state(names, tracked)
     results = inliner.region(program.graph_module, inliner.env, Region(grad))
     inliner.graph.output(tuple(results))
-    return Flat(inliner.graph, inliner.constants, inliner.grads, inliner.parameters)
+    if grad:
+        return Flat(inliner.graph, inliner.constants, inliner.grads, inliner.parameters)
+    for node in results:
+        if node in inliner.grads and node.op == "call_function":
+            raise CaptureError(
+                "a result computed under enable_grad while the call runs under no_grad",
+                at=_site(node),
+                why="one graph runs in one grad mode, so this result would not require grad",
+                try_="call the model with gradients enabled; or on_error='fallback'",
+            )
+    return Flat(inliner.graph, inliner.constants, set(), inliner.parameters)
 
 
 class _Inliner:
@@ -127,7 +137,7 @@ class _Inliner:
     def _bind(self, node: fx.Node, new: fx.Node, requires_grad: bool) -> None:
         new.meta = {k: node.meta[k] for k in _KEPT_META if k in node.meta}
         self.env[node] = new
-        if requires_grad and self.ambient:
+        if requires_grad:
             self.grads.add(new)
 
     def _tensor(self, spec: Any) -> torch.Tensor:

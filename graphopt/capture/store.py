@@ -137,6 +137,20 @@ class GraphStore:
             self.exact[key] = entry
             return entry
 
+    def fallback(self, error: CaptureError) -> Eager:
+        """The source itself, with a warning once per cause, where the settings allow it.
+
+        Raises:
+            CaptureError: the given error, with `on_error="raise"`.
+        """
+        if self.settings.on_error != "fallback":
+            raise error
+        text = str(error)
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"running the model unoptimized: {text}", GraphoptWarning, 7)
+        return Eager(self.source)
+
     # ---- a new capture
 
     def _new(
@@ -147,14 +161,8 @@ class GraphStore:
         try:
             entry = self._capture(key, family, args, kwargs)
         except CaptureError as error:
-            if self.settings.on_error != "fallback":
-                self._families = {k: f for k, f in self._families.items() if f.entries}
-                raise
-            text = str(error)
-            if text not in self._warned:
-                self._warned.add(text)
-                warnings.warn(f"running the model unoptimized: {text}", GraphoptWarning, 6)
-            entry = Eager(self.source, key.shapes())
+            self._families = {k: f for k, f in self._families.items() if f.entries or f is family}
+            entry = self.fallback(error)
         self._record(key, family, entry, why)
         self._latest = key
         return entry

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -22,7 +21,7 @@ class ShapeGuards:
     """
 
     sizes: tuple[tuple[Any, ...], ...]
-    ranges: tuple[tuple[sympy.Symbol, int | None, int | None], ...]
+    ranges: tuple[tuple[Any, int | None, int | None], ...]
     conditions: tuple[Any, ...]
 
     @classmethod
@@ -30,7 +29,7 @@ class ShapeGuards:
         """The conditions that a captured graph's placeholders and its shape environment hold."""
         sizes: list[tuple[Any, ...]] = []
         environment = None
-        symbols: set[sympy.Symbol] = set()
+        symbols: set[Any] = set()
         for node in graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -50,7 +49,7 @@ class ShapeGuards:
             bounds = environment.var_to_range.get(symbol)
             if bounds is not None:
                 ranges.append((symbol, _finite(bounds.lower), _finite(bounds.upper)))
-        conditions = tuple({g.expr for g in environment.guards} - {sympy.true})
+        conditions = tuple({g.expr for g in environment.guards if g.expr.free_symbols})
         return cls(tuple(sizes), tuple(ranges), conditions)
 
     def symbolic(self) -> dict[int, set[int]]:
@@ -68,14 +67,14 @@ class ShapeGuards:
         Args:
             shapes: the shape of each input leaf, of the ranks seen at capture.
         """
-        values: dict[sympy.Symbol, int] = {}
+        values: dict[Any, int] = {}
         derived = []
         for leaf, (dims, shape) in enumerate(zip(self.sizes, shapes, strict=True)):
             for d, (size, now) in enumerate(zip(dims, shape, strict=True)):
                 if isinstance(size, int):
                     if size != now:
                         return f"input {leaf}, dimension {d}: {now}, captured for {size}"
-                elif isinstance(size, sympy.Symbol):
+                elif size.is_Symbol:
                     if values.setdefault(size, now) != now:
                         return f"input {leaf}, dimension {d}: {now}, expected {values[size]}"
                 else:
@@ -86,12 +85,11 @@ class ShapeGuards:
                 continue
             if (low is not None and size < low) or (high is not None and size > high):
                 return f"a size of {size} is outside {low}..{high}"
-        exact = {s: sympy.Integer(v) for s, v in values.items()}
         for leaf, d, expression, now in derived:
-            if expression.xreplace(exact) != now:
+            if expression.subs(values) != now:
                 return f"input {leaf}, dimension {d}: {now}, expected {expression}"
         for condition in self.conditions:
-            if condition.free_symbols <= exact.keys() and condition.xreplace(exact) != sympy.true:
+            if condition.free_symbols <= values.keys() and not condition.subs(values):
                 return f"the sizes break {condition}"
         return None
 
