@@ -89,8 +89,13 @@ def refusal(node: fx.Node, why: str) -> CaptureError:
 # ---- aliases
 
 
-def check_write(node: fx.Node, root: Root) -> None:
+def check_write(node: fx.Node, root: Root, grads: bool) -> None:
     """Refuse a write whose effect on values or gradients a pure graph cannot have.
+
+    Args:
+        node: the writing operation.
+        root: what it writes to.
+        grads: whether the written value requires grad.
 
     Raises:
         CaptureError: names the operation and its line.
@@ -100,6 +105,8 @@ def check_write(node: fx.Node, root: Root) -> None:
     no_grad = bool(node.meta.get("graphopt_no_grad"))
     if root.grads and (root.kind == "input" or (root.kind == "parameter" and not no_grad)):
         raise refusal(node, f"writes to the {root.kind} {root.target}, which requires grad")
+    if root.kind == "input" and grads:
+        raise refusal(node, f"gives the input {root.target} a value that requires grad")
     if root.grads and no_grad and root.kind != "parameter":
         raise refusal(node, "writes under no_grad to a value that requires grad")
 

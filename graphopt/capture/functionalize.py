@@ -102,8 +102,9 @@ class _Functionalizer:
         values: list[Any] = []
         for i, result in enumerate(results):
             alias = self.env.get(result) if isinstance(result, fx.Node) else None
-            if isinstance(alias, Alias) and alias.parent is None and alias.root.outside():
-                returned[i] = (alias.root.kind, alias.root.target)
+            root = alias.root if isinstance(alias, Alias) and alias.parent is None else None
+            if root and root.outside() and not (root.kind == "buffer" and root.grads):
+                returned[i] = (root.kind, root.target)
             value = self._read(result, replay=True) if alias is not None else result
             if i not in returned and isinstance(value, fx.Node):
                 like = (alias.node if isinstance(alias, Alias) else result).meta["val"]
@@ -315,7 +316,7 @@ class _Functionalizer:
     def _assign(self, node: fx.Node, alias: Alias, new: fx.Node) -> None:
         """Give an alias a new value, and its root with it."""
         root = alias.root
-        check_write(node, root)
+        check_write(node, root, node in self.flat.grads)
         value = new
         links: list[Alias] = []
         step: Alias = alias
