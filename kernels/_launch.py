@@ -73,6 +73,23 @@ def sm_count(tensor: torch.Tensor) -> int:
     return _sms(tensor.device.index) if tensor.is_cuda else INTERPRETER_SMS
 
 
+@functools.cache
+def _shared_bytes(index: int) -> int:
+    properties = torch.cuda.get_device_properties(index)
+    # AMD's properties lack it; 64 KiB is what its compute units have.
+    return int(getattr(properties, "shared_memory_per_block_optin", 2**16))
+
+
+def shared_bytes(tensor: torch.Tensor) -> int:
+    """Shared memory that one program may have on the tensor's GPU; plenty on the CPU.
+
+    Example:
+        >>> shared_bytes(torch.ones(2)) > 2**16
+        True
+    """
+    return _shared_bytes(tensor.device.index) if tensor.is_cuda else 2**20
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n (1 for n < 2).
 

@@ -1,8 +1,8 @@
 """Launches of the norm kernels: which kernel, which tile, which buffers.
 
-The tables are for an H200 (2026-12-01, Triton 3.6): forward one row a program from 2048 columns,
-persistent with several rows a step below; backward persistent throughout, since it carries the
-partial sums of the weights' gradients in registers.
+The tables were swept on an H200 (2026-12-01, Triton 3.6, bfloat16). Forward: one step a program,
+which beats a pipelined loop but at 1024 columns. Backward: persistent throughout, since it carries
+the partial sums of the weights' gradients in registers.
 """
 
 from __future__ import annotations
@@ -15,45 +15,73 @@ import triton.language as tl
 
 from graphopt.kernels import _norm_triton as kernels
 from graphopt.kernels import _norm_wide_triton as wide
-from graphopt.kernels._launch import Config, next_power_of_2, on_device, pick, row_view, sm_count
+from graphopt.kernels._launch import (
+    Config,
+    next_power_of_2,
+    on_device,
+    pick,
+    row_view,
+    shared_bytes,
+    sm_count,
+)
 from graphopt.kernels._philox import need_seed, scale, threshold
 
 FORWARD = (
-    Config(block=64, rows=32, warps=4, per_sm=8, stages=3),
-    Config(block=256, rows=16, warps=4, per_sm=8, stages=3),
-    Config(block=512, rows=8, warps=4, per_sm=8, stages=3),
+    Config(block=128, rows=32, warps=4, per_sm=0, stages=0),
+    Config(block=256, rows=16, warps=4, per_sm=0, stages=0),
+    Config(block=512, rows=2, warps=1, per_sm=0, stages=0),
     Config(block=1024, rows=2, warps=2, per_sm=8, stages=3),
     Config(block=2048, rows=1, warps=2, per_sm=0, stages=0),
-    Config(block=4096, rows=1, warps=4, per_sm=0, stages=0),
-    Config(block=8192, rows=1, warps=8, per_sm=0, stages=0),
-    Config(block=16384, rows=1, warps=16, per_sm=0, stages=0),
+    Config(block=8192, rows=1, warps=4, per_sm=0, stages=0),
+    Config(block=16384, rows=1, warps=8, per_sm=0, stages=0),
+    Config(block=32768, rows=1, warps=16, per_sm=0, stages=0),
 )
 BACKWARD = (
-    Config(block=64, rows=32, warps=4, per_sm=4, stages=2),
-    Config(block=256, rows=16, warps=4, per_sm=4, stages=2),
-    Config(block=512, rows=8, warps=4, per_sm=4, stages=2),
-    Config(block=1024, rows=1, warps=2, per_sm=4, stages=3),
+    Config(block=64, rows=16, warps=4, per_sm=4, stages=3),
+    Config(block=256, rows=4, warps=1, per_sm=8, stages=3),
+    Config(block=512, rows=4, warps=2, per_sm=4, stages=3),
+    Config(block=1024, rows=2, warps=2, per_sm=4, stages=3),
     Config(block=2048, rows=1, warps=4, per_sm=4, stages=3),
     Config(block=4096, rows=1, warps=4, per_sm=2, stages=3),
     Config(block=8192, rows=1, warps=8, per_sm=1, stages=3),
+)
+# With the gradient of the sum as a third input, 4096 columns want more bytes on their way.
+BACKWARD_ADD = (
+    *BACKWARD[:5],
+    Config(block=4096, rows=1, warps=8, per_sm=1, stages=4),
+    BACKWARD[6],
 )
 # Rows wider than the last line of the table are read in blocks of this many columns.
 WIDE = Config(block=4096, rows=1, warps=8, per_sm=0, stages=1)
 WIDE_WEIGHTS = Config(block=256, rows=8, warps=4, per_sm=4, stages=1)
 
-_TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_TRITON_DTYPE: dict[torch.dtype | None, tl.dtype] = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
-def _tile(table: tuple[Config, ...], x: torch.Tensor, rows: int, block: int) -> tuple[Config, int]:
-    """The line for a block with its rows halved until every SM has work; and the programs."""
+def _tile(
+    table: tuple[Config, ...], inputs: tuple[torch.Tensor | None, ...], rows: int, block: int
+) -> tuple[Config, int]:
+    """The line for a block, fitted to the tensors that are read; and the programs.
+
+    Rows a step are halved until every multiprocessor has work, stages dropped until the rows that
+    wait in shared memory fit there (float32 on GPUs smaller than an H200).
+    """
+    x = inputs[0]
+    assert x is not None
     line = pick(table, block)
     sms = sm_count(x)
-    step = line.rows
+    step, stages = line.rows, line.stages
     while step > 1 and triton.cdiv(rows, step) < 2 * sms:
         step //= 2
+    waiting = step * block * sum(t.element_size() for t in inputs if t is not None)
+    while stages > 1 and (stages - 1) * waiting > 0.9 * shared_bytes(x):
+        stages -= 1
     steps = triton.cdiv(rows, step)
     programs = min(steps, sms * line.per_sm) if line.per_sm else steps
-    return Config(line.block, step, line.warps, line.per_sm, line.stages), programs
+    return Config(line.block, step, line.warps, line.per_sm, stages), programs
 
 
 def _dropout(dropout_p: float, seed: torch.Tensor | None, device: torch.device) -> tuple[Any, ...]:
@@ -104,7 +132,7 @@ def forward(
                 *pointers, *scalars, N=view.cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps
             )
             return
-        line, programs = _tile(FORWARD, x, view.count, block)
+        line, programs = _tile(FORWARD, (x, residual), view.count, block)
         kernels.norm_fwd[(programs,)](
             *pointers, *scalars, N=view.cols, BLOCK=block, R=line.rows, STAGES=line.stages,
             **flags, num_warps=line.warps,
@@ -139,7 +167,8 @@ def backward(
     block = max(8, next_power_of_2(cols))
     with on_device(x):
         if block <= BACKWARD[-1].block:
-            line, programs = _tile(BACKWARD, x, rows, block)
+            table = BACKWARD_ADD if add else BACKWARD
+            line, programs = _tile(table, (x, dy, dsum), rows, block)
             partials = _partials(x, programs, cols, dw, db)
             kernels.norm_bwd[(programs,)](
                 grad.tensor, added, view.tensor, *operands, dx, dres, *partials,

@@ -80,6 +80,8 @@ def _fwd_rows(
         x = x.to(SUM.dtype.element_ty)
         store(SUM + out, x, mask, MASKED)
         x = x.to(tl.float32)
+    elif DROPOUT:
+        words = _tl.random_words(seed, site, group, BLOCK)  # while x is on its way
     if not RMS:
         mean = tl.sum(x, 1) / N
         x -= mean[:, None]
@@ -95,7 +97,7 @@ def _fwd_rows(
             b = load_weight(B, cols, N, 0.0, N != BLOCK)
     y = affine(round_to(x * rstd[:, None], ROUND), w, b, W, B)
     if DROPOUT and RES is None:
-        y = y * _tl.dropout_factor(seed, site, group, threshold, scale, BLOCK)
+        y = y * _tl.factor_of(words, threshold, scale, BLOCK)
     store(Y + out, _tl_activations.activate(y, ACT, FAST), mask, MASKED)
 
 

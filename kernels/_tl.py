@@ -11,8 +11,8 @@ import triton.language as tl
 
 
 @triton.jit
-def random_bits(seed, site, group, BLOCK: tl.constexpr):
-    """The 16 random bits of a tile, uint32 [R, BLOCK]; see _philox.py for the order.
+def random_words(seed, site, group, BLOCK: tl.constexpr):
+    """Two columns' bits a word, uint32 [R, BLOCK / 2]; see _philox.py for the order.
 
     seed: int64 scalar. site: int32 scalar. group: int64 [R], row * ceil(N / 8) + first column / 8.
     BLOCK: columns, a power of two of at least 8.
@@ -23,11 +23,21 @@ def random_bits(seed, site, group, BLOCK: tl.constexpr):
     zero = low * 0
     a, b, c, d = tl.philox(seed, low, zero, (zero + site).to(tl.uint32), high, 7)
     words = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (group.shape[0], BLOCK))
+    return tl.reshape(words, (group.shape[0], BLOCK // 2))
+
+
+@triton.jit
+def factor_of(words, threshold, scale, BLOCK: tl.constexpr):
+    """What a tile's values are multiplied by, float32 [R, BLOCK]: 0 where dropped, else scale."""
+    # Compared in the upper half of the word, where the even column's bits are moved and the odd
+    # column's stand. A threshold of 65536 becomes 0, which drops nothing, but its scale is 0.
+    limit = (threshold << 16).to(tl.uint32)
+    even = tl.where((words << 16) >= limit, scale, 0.0)
+    odd = tl.where(words >= limit, scale, 0.0)
+    return tl.reshape(tl.join(even, odd), (words.shape[0], BLOCK))
 
 
 @triton.jit
 def dropout_factor(seed, site, group, threshold, scale, BLOCK: tl.constexpr):
-    """What a tile's values are multiplied by, float32 [R, BLOCK]: 0 where dropped, else scale."""
-    bits = random_bits(seed, site, group, BLOCK).to(tl.int32)
-    return tl.where(bits >= threshold, scale, 0.0)
+    """`factor_of` the random words of a tile."""
+    return factor_of(random_words(seed, site, group, BLOCK), threshold, scale, BLOCK)

@@ -48,6 +48,20 @@ def _backend(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
     return Backend(name, torch.device("cpu"))
 
 
+@pytest.fixture
+def narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch tables of the norms that send rows of more than 32 columns to the wide kernels."""
+    launch = pytest.importorskip("graphopt.kernels._norm_launch")
+    config = type(launch.WIDE)
+    narrow = (config(block=32, rows=2, warps=1, per_sm=0, stages=0),)
+    monkeypatch.setattr(launch, "FORWARD", narrow)
+    monkeypatch.setattr(launch, "BACKWARD", narrow)
+    monkeypatch.setattr(launch, "WIDE", config(block=64, rows=1, warps=1, per_sm=0, stages=1))
+    monkeypatch.setattr(
+        launch, "WIDE_WEIGHTS", config(block=32, rows=4, warps=1, per_sm=4, stages=1)
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(20260112)
