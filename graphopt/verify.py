@@ -12,67 +12,16 @@ The model is not touched: its parameters are read, never written, and generators
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from graphopt.capture.signature import flatten
 from graphopt.graph.body import Body
-from graphopt.graph.record import RewriteRecord, Site
-from graphopt.module import GraphoptModule
+from graphopt.graph.record import RewriteRecord
 from graphopt.prover import AGREEMENT, Prover
 from graphopt.replay import SEED
 from graphopt.verdict import Check, VerifyResult
 
-__all__ = ["AGREEMENT", "Check", "VerifyResult", "verify", "verify_body"]
-
-
-def verify(
-    opt: GraphoptModule,
-    example_inputs: torch.Tensor | Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    *,
-    seed: int = SEED,
-) -> VerifyResult:
-    """Prove the graph that an optimized module runs for some inputs.
-
-    The graph is captured first when these inputs need a new one. Parameters, buffers, gradients,
-    modes and random generators stay as they are.
-
-    Args:
-        opt: what `graphopt.optimize` returned, in the mode (train, eval, autocast, no_grad) that is
-            to be proved.
-        example_inputs: a tensor, or the positional arguments of forward.
-        example_kwargs: keyword arguments of forward.
-        seed: for dropout masks, other draws and the upstream gradients.
-
-    Returns:
-        A verdict for each rewrite and for the whole step; prints as a table. `.passed` is False,
-        too, when something could not be checked.
-
-    Raises:
-        TypeError: when `opt` is not an optimized module.
-
-    Example:
-        >>> graphopt.verify(opt, (ids,)).check()  # doctest: +SKIP
-    """
-    if not isinstance(opt, GraphoptModule):
-        raise TypeError(f"verify takes what optimize returned, not a {type(opt).__name__}")
-    single = isinstance(example_inputs, torch.Tensor)
-    args = (example_inputs,) if single else tuple(example_inputs)
-    kwargs = dict(example_kwargs or {})
-    entry = opt.capture(args, kwargs)
-    if entry is None:
-        reason = "nothing was captured: the source itself runs (on_error='fallback')"
-        return VerifyResult(
-            (), Check(-1, "the whole step", "", "whole", Site(), "unchecked", reason)
-        )
-    leaves: list[torch.Tensor] = []
-    flatten((args, kwargs), leaves)
-    compiled = entry.compiled
-    records = getattr(compiled.result, "rewrites", ())
-    return verify_body(entry.capture.body, compiled.body, records, leaves, seed=seed)
+__all__ = ["AGREEMENT", "Check", "VerifyResult", "verify_body"]
 
 
 def verify_body(

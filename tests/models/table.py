@@ -1,0 +1,59 @@
+"""Print the zoo beside the error contract: model x (mode, shape) -> errors, rewrites, seconds.
+
+python tests/models/table.py [model ...] [--autocast]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from contract import judge, optimized
+from zoo import SHAPES, ZOO
+
+
+def rows(name: str, autocast: torch.dtype | None) -> bool:
+    """Print the rows of one model; whether all keep the contract."""
+    entry, good = ZOO[name], True
+    for training in (True, False):
+        model = entry.make(training=training)
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            start = time.perf_counter()
+            opt = optimized(model, entry.batch(0))
+            seconds = time.perf_counter() - start
+            rewrites = len(opt.rewrites)
+        for shape in SHAPES:
+            found = judge(model, opt, entry.batch(shape), autocast)
+            worst = found.worst
+            good = good and found.passed
+            print(
+                f"{name:10s} {'train' if training else 'eval':6s} {shape:5d} "
+                f"{found.geometric_mean:9.3f} {worst.ratio if worst else 1.0:7.2f} "
+                f"{rewrites:9d} {seconds:8.1f}  {'ok' if found.passed else found.reasons[0]}",
+                flush=True,
+            )
+    return good
+
+
+def main() -> int:
+    """Print the table; 1 when a row is outside the contract."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", choices=[*ZOO, []], help="default: all")
+    parser.add_argument("--autocast", action="store_true", help="under bfloat16 CPU autocast")
+    options = parser.parse_args()
+    autocast = torch.bfloat16 if options.autocast else None
+    head = ("geo.mean", "worst", "rewrites", "seconds")
+    print(
+        f"{'model':10s} {'mode':6s} shape {head[0]:>9s} {head[1]:>7s} {head[2]:>9s} {head[3]:>8s}"
+    )
+    good = [rows(name, autocast) for name in options.models or ZOO]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
