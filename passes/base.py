@@ -64,6 +64,13 @@ class Match:
         value = bound.meta.get("val") if isinstance(bound, fx.Node) else None
         return value if isinstance(value, torch.Tensor) else None
 
+    def requires_grad(self, name: str) -> bool:
+        """Whether a capture reads state that is being trained."""
+        node = self.captures.get(name)
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return False
+        return bool(self.body.attribute(str(node.target)).requires_grad)
+
     @property
     def inputs(self) -> list[fx.Node]:
         """The nodes from outside that the matched ones read, in graph order."""
@@ -127,13 +134,17 @@ class Rule:
         name: the first pattern function's name.
         doc: its docstring, one line of what the rule does.
         family: "canonical" or "fusion", the pass that runs it.
+        before: names of rules with larger patterns that this one goes before.
         module: import path of the file that holds it.
     """
 
-    def __init__(self, function: Callable[..., Any], family: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], family: str, before: tuple[str, ...] = ()
+    ) -> None:
         self.name = function.__name__.strip("_")
         self.doc = (function.__doc__ or "").strip()
         self.family = family
+        self.before = before
         self.module = function.__module__
         self.functions = [function]
         self.compiled: tuple[Pattern, ...] | None = None
@@ -202,11 +213,14 @@ REGISTRY: dict[str, Rule] = {}
 """The rules that ship with graphopt, by name, filled as their files are imported."""
 
 
-def rule(family: str, *, register: bool = True) -> Callable[[Callable[..., Any]], Rule]:
+def rule(
+    family: str, *, before: tuple[str, ...] = (), register: bool = True
+) -> Callable[[Callable[..., Any]], Rule]:
     """Make a rule from a pattern function.
 
     Args:
         family: "canonical" (one spelling for each meaning) or "fusion" (one kernel for a chain).
+        before: rules that would take the same ops with a larger pattern, but save fewer bytes.
         register: False for a rule of one's own that is handed to `optimize(rules=[...])`.
 
     Example:
@@ -224,7 +238,7 @@ def rule(family: str, *, register: bool = True) -> Callable[[Callable[..., Any]]
     """
 
     def decorate(function: Callable[..., Any]) -> Rule:
-        made = Rule(function, family)
+        made = Rule(function, family, before)
         if register:
             if made.name in REGISTRY:
                 raise ValueError(f"two rules are called {made.name!r}")
@@ -314,10 +328,19 @@ class ApplyRules:
         """The family's name."""
         return self.family
 
+    def order(self) -> list[tuple[Pattern, Rule]]:
+        """Patterns as they are tried: larger ones first, save where a rule goes before others."""
+        largest = {r.name: max(p.size for p in r.patterns) for r in self.rules}
+
+        def rank(pair: tuple[Pattern, Rule]) -> int:
+            pattern, r = pair
+            return max([pattern.size, *(largest[n] + 1 for n in r.before if n in largest)])
+
+        return sorted(((p, r) for r in self.rules for p in r.patterns), key=lambda t: -rank(t))
+
     def run(self, body: Body, log: Log) -> None:
         """Apply the rules."""
-        tries = [(p, r) for r in self.rules for p in r.patterns]
-        tries.sort(key=lambda pair: -pair[0].size)
+        tries = self.order()
         for _ in range(self.rounds):
             index: dict[Any, list[fx.Node]] = {}
             for node in body.graph.nodes:

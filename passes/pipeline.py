@@ -31,11 +31,13 @@ RULE_MODULES = (
     "graphopt.passes.canonical.mask",
     "graphopt.passes.canonical.loss",
     "graphopt.passes.canonical.batch_norm",
+    "graphopt.passes.canonical.view",
     "graphopt.passes.fusion.norm",
     "graphopt.passes.fusion.glu",
     "graphopt.passes.fusion.activation",
     "graphopt.passes.fusion.dropout",
     "graphopt.passes.fusion.cast",
+    "graphopt.passes.fusion.linear",
 )
 """Where the rules that ship with graphopt live; a new file of rules is named here."""
 

@@ -37,17 +37,21 @@ _COMMUTES = {
 }
 
 # These return their input (or a view of it) although their schema declares no alias.
-_MAYBE_ALIASES = {
+_CASTS = {
     aten.to.dtype,
     aten.to.device,
     aten.to.other,
     aten.to.dtype_layout,
+    aten.type_as.default,
+}
+"""These return their operand only where dtype and device are its own."""
+
+_MAYBE_ALIASES = {
     aten.contiguous.default,
     aten.reshape.default,
     aten.reshape_as.default,
     aten.flatten.using_ints,
     aten.dropout.default,
-    aten.type_as.default,
     aten.einsum.default,
 }
 
@@ -128,6 +132,9 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    if node.target in _CASTS:
+        x, y = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+        return not isinstance(x, torch.Tensor) or (x.dtype, x.device) == (y.dtype, y.device)
     return _declares_view(node.target) or node.target in _MAYBE_ALIASES
 
 

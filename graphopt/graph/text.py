@@ -145,7 +145,9 @@ def python_code(body: Body, signature: inspect.Signature | None = None) -> str:
     lines = ["import operator", "", "import torch", "", "aten = torch.ops.aten"]
     lines += ["graphopt = torch.ops.graphopt", "", ""]
     if signature is not None:
-        lines.append(f"# called as forward{str(signature).partition(' -> ')[0]}; here the tensors alone")
+        lines.append(
+            f"# called as forward{str(signature).partition(' -> ')[0]}; here the tensors alone"
+        )
     lines.append(f"def forward({', '.join(['self', *inputs])}):")
     shapes = [
         f"{i}: {type_text(n.meta.get('val'))}"

@@ -54,6 +54,10 @@ def _(m: Match) -> str | None:
     }
     if len(dtypes) != 1:
         return "weight and statistics differ in dtype"
+    if m.body.grad and any(map(m.requires_grad, ("w", "b", "gamma", "beta"))):
+        return (
+            "a gradient of its weights is taken, which the folded form would sum in another order"
+        )
     # Folding reads and writes the weight once a call; BatchNorm reads and writes the activation.
     if nbytes(w) > nbytes(m.val):
         return "its weight is larger than its output: deriving it at each call would cost more"
@@ -75,7 +79,7 @@ def _(m: Match) -> fx.Node:
 
 
 def _stack(*layers: nn.Module) -> nn.Module:
-    stack = nn.Sequential(*layers).eval()
+    stack = nn.Sequential(*layers).eval().requires_grad_(False)
     with torch.no_grad():
         for buffer in stack.buffers():
             if buffer.is_floating_point():
@@ -96,4 +100,5 @@ def _() -> Iterator[Spelling]:
 def _() -> Iterator[Spelling]:
     x = torch.randn(2, 3, 9, 9)
     yield _stack(nn.Conv2d(3, 64, 9), nn.BatchNorm2d(64)), (x,)
+    yield _stack(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(True), (x,)
     yield _stack(nn.Linear(5, 4), nn.BatchNorm1d(6)), (torch.randn(2, 6, 5),)

@@ -23,7 +23,7 @@ Expr = Any
 Coordinates = tuple[Expr, ...]
 
 
-class Opaque(Exception):
+class OpaqueError(Exception):
     """The element depends on something that is not known at capture."""
 
 
@@ -53,7 +53,7 @@ class Algebra:
         """The element of a node at some coordinates.
 
         Raises:
-            Opaque: when it depends on an input, on state, or on an op not known here.
+            OpaqueError: when it depends on an input, on state, or on an op not known here.
         """
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
             return size_expr(node)
@@ -62,7 +62,9 @@ class Algebra:
             self.steps -= 1
             handler = _HANDLERS.get(node.target)
             if handler is None or self.steps < 0:
-                raise Opaque(f"{node.name} ({ops.op_name(node.target)}) is not known at capture")
+                raise OpaqueError(
+                    f"{node.name} ({ops.op_name(node.target)}) is not known at capture"
+                )
             self.known[key] = handler(self, node, where)
         return self.known[key]
 
@@ -139,7 +141,7 @@ def _compare(relation: Any) -> Callable[..., Expr]:
 def _logic(function: Any) -> Callable[..., Expr]:
     def element(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
         if node.meta["val"].dtype != torch.bool:
-            raise Opaque(f"{node.name} works on the bits of integers")
+            raise OpaqueError(f"{node.name} works on the bits of integers")
         return function(*(_truth(a.broadcast(arg, where)) for arg in node.args[:2]))
 
     return element
@@ -147,7 +149,7 @@ def _logic(function: Any) -> Callable[..., Expr]:
 
 def _negation(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     if node.meta["val"].dtype != torch.bool:
-        raise Opaque(f"{node.name} works on the bits of integers")
+        raise OpaqueError(f"{node.name} works on the bits of integers")
     return sympy.Not(_truth(a.at(node.args[0], where)))
 
 
@@ -164,7 +166,7 @@ def _cast(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
         return _number(value)
     if x == dtype:
         return value
-    raise Opaque(f"{node.name} casts {x} to {dtype}, which may round")
+    raise OpaqueError(f"{node.name} casts {x} to {dtype}, which may round")
 
 
 def _unsqueeze(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
@@ -174,6 +176,19 @@ def _unsqueeze(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
 
 def _expand(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     return a.broadcast(node.args[0], where)
+
+
+def _repeat(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
+    x, times = node.args
+    sizes = x.meta["val"].shape  # type: ignore[union-attr]
+    inner = where[len(where) - len(sizes) :]
+    counts = list(times)[len(where) - len(sizes) :]  # type: ignore[arg-type]
+    moved = []
+    for size, count, c in zip(sizes, counts, inner, strict=True):
+        if size != 1 and count != 1:
+            raise OpaqueError(f"{node.name} repeats along a dim of several elements")
+        moved.append(sympy.Integer(0) if size == 1 else c)
+    return a.at(x, tuple(moved))
 
 
 def _transpose(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
@@ -188,7 +203,7 @@ def _slice(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     _, dim, start, _, step = ops.arguments(node)
     dim = dim % len(where)
     if isinstance(start, int) and start < 0:
-        raise Opaque(f"{node.name} slices from the end")
+        raise OpaqueError(f"{node.name} slices from the end")
     moved = size_expr(start or 0) + size_expr(step) * where[dim]
     return a.at(node.args[0], (*where[:dim], moved, *where[dim + 1 :]))
 
@@ -197,7 +212,7 @@ def _select(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     _, dim, index = ops.arguments(node)
     dim = dim % (len(where) + 1)
     if isinstance(index, int) and index < 0:
-        raise Opaque(f"{node.name} selects from the end")
+        raise OpaqueError(f"{node.name} selects from the end")
     return a.at(node.args[0], (*where[:dim], size_expr(index), *where[dim:]))
 
 
@@ -205,14 +220,14 @@ def _index(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     x, indices = node.args
     shape = x.meta["val"].shape  # type: ignore[union-attr]
     if len(indices) != len(shape) or any(i is None for i in indices):  # type: ignore[arg-type]
-        raise Opaque(f"{node.name} indexes only some dims")
+        raise OpaqueError(f"{node.name} indexes only some dims")
     return a.at(x, tuple(a.broadcast(i, where) for i in indices))  # type: ignore[union-attr]
 
 
 def _diff(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     x, n, dim, prepend, append = ops.arguments(node)
     if n != 1 or append is not None:
-        raise Opaque(f"{node.name} is a higher difference")
+        raise OpaqueError(f"{node.name} is a higher difference")
     dim = dim % len(where)
     here = where[dim]
 
@@ -222,14 +237,14 @@ def _diff(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     if prepend is None:
         return element(x, here + 1) - element(x, here)
     if prepend.meta["val"].shape[dim] != 1:
-        raise Opaque(f"{node.name} has more than one element before it")
+        raise OpaqueError(f"{node.name} has more than one element before it")
     # The first element is taken against what stands before, the others against their neighbour;
     # only where both are one expression does it describe every element.
     zero = sympy.Integer(0)
     first = element(x, zero) - element(prepend, zero)
     later = sympy.simplify(element(x, here) - element(x, here - 1))
     if sympy.simplify(first - later.subs(here, zero) if here.free_symbols else first - later) != 0:
-        raise Opaque(f"{node.name} differs at its first element")
+        raise OpaqueError(f"{node.name} differs at its first element")
     return later
 
 
@@ -242,7 +257,7 @@ def _cumsum(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
         if hasattr(where[dim], "free_symbols")
         else False
     ):
-        raise Opaque(f"{node.name} sums what changes along its dim")
+        raise OpaqueError(f"{node.name} sums what changes along its dim")
     return value * (where[dim] + 1)
 
 
@@ -267,7 +282,7 @@ def _triangle(relation: Any) -> Callable[..., Expr]:
             return sympy.And(_truth(value), kept)
         if value in (0, 1):
             return sympy.Piecewise((value, kept), (0, True))
-        raise Opaque(f"{node.name} is a triangle of something else than ones")
+        raise OpaqueError(f"{node.name} is a triangle of something else than ones")
 
     return element
 
@@ -319,6 +334,7 @@ _HANDLERS: dict[Any, Callable[[Algebra, fx.Node, Coordinates], Expr]] = {
     aten.detach.default: _same,
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
     aten.transpose.int: _transpose,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
@@ -336,7 +352,7 @@ _HANDLERS: dict[Any, Callable[[Algebra, fx.Node, Coordinates], Expr]] = {
 
 
 def _opaque(node: fx.Node) -> Expr:
-    raise Opaque(f"{node.name} is part of another result")
+    raise OpaqueError(f"{node.name} is part of another result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +382,7 @@ def mask_kind(node: fx.Node) -> Mask:
         return Mask("none", f"it has {rank} dims")
     try:
         found = Algebra().at(node, coordinates)
-    except Opaque as why:
+    except OpaqueError as why:
         return Mask("none", str(why))
     seen = _seen(found, value.dtype)
     if seen is None:

@@ -34,8 +34,7 @@ def _(m: Match) -> str | None:
         return f"the mask is not proved causal: {found.reason}"
     q, k = m.tensor("q"), m.tensor("k")
     if found.kind == "causal":
-        assert q is not None and k is not None
-        if not surely(q.shape[-2] == k.shape[-2]):
+        if q is None or k is None or not surely(q.shape[-2] == k.shape[-2]):
             return "it is causal, but queries and keys differ in number"
     return None
 
@@ -130,17 +129,25 @@ def _where_true_scalar(condition, x, other):
 @where_true.check
 def _(m: Match) -> str | None:
     x, condition = m.tensor("x"), m.tensor("condition")
-    if x is None or condition is None or condition.dim() < 2:
+    if (
+        x is None
+        or condition is None
+        or condition.dim() < 2
+        or mask_kind(m.condition).kind != "all"
+    ):
         return ""
-    if x.dtype != m.val.dtype or not same_shape(x, m.val):
+    if x.dtype != m.val.dtype:
         return "the result is wider than its first branch"
-    found = mask_kind(m.condition)
-    return None if found.kind == "all" else f"the condition is not proved true: {found.reason}"
+    if not same_shape(x, m.val) and not all(isinstance(s, int) for s in m.val.shape):
+        return "its first branch is broadcast to symbolic sizes"
+    return None
 
 
 @where_true.replace
 def _(m: Match) -> fx.Node:
-    return m.call(aten.alias.default, m.x)
+    if same_shape(m.x.meta["val"], m.val):
+        return m.call(aten.alias.default, m.x)
+    return m.call(aten.expand.default, m.x, list(m.val.shape))
 
 
 @where_true.spellings
@@ -149,7 +156,13 @@ def _() -> Iterator[Spelling]:
         at = torch.arange(6)
         return torch.where((at[:, None] >= 0).expand(6, 6), x, torch.full((), -1e9)) + 1
 
+    def broadcast(x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(6)
+        seen = (at[:, None] >= 0).expand(2, 6, 6)
+        return torch.where(seen, x, torch.full((), -1e9)) + 1
+
     yield positions, (torch.randn(6, 6),)
+    yield broadcast, (torch.randn(1, 6, 6),)
 
 
 @where_true.refuses

@@ -12,6 +12,7 @@ from torch import fx, nn
 from graphopt.graph import ops
 from graphopt.graph.pattern import either
 from graphopt.passes.base import Match, Spelling, rule, surely
+from graphopt.passes.canonical.activation import widened
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt
@@ -57,30 +58,34 @@ def bias_of_row(bias: torch.Tensor | None, out: torch.Tensor) -> str | None:
 
 @rule("fusion")
 def bias_act(x, w, b):
-    """activation(linear(x, w, b)): the bias is added, and its gradient summed, by the activation."""
-    return activation(aten.linear.default(x, w, b))
+    """activation(linear(x, w, b)): the activation adds the bias and sums its gradient."""
+    return activation(widened(aten.linear.default(x, w, b)))
 
 
 @bias_act.also
 def _bias_act_addmm(b, x, w, shape):
-    return activation(aten.view.default(aten.addmm.default(b, x, w), shape))
+    return activation(widened(aten.view.default(aten.addmm.default(b, x, w), shape)))
 
 
 @bias_act.also
 def _bias_act_addmm_flat(b, x, w):
-    return activation(aten.addmm.default(b, x, w))
+    return activation(widened(aten.addmm.default(b, x, w)))
 
 
 @bias_act.check
 def _(m: Match) -> str | None:
     if not m.body.grad:
         return "without a gradient the linear layer's own epilogue adds the bias for free"
-    return bias_of_row(m.tensor("b"), m.val)
+    biased = next(n for n in m.nodes if n.target in (aten.linear.default, aten.addmm.default))
+    return bias_of_row(m.tensor("b"), biased.meta["val"])
 
 
 @bias_act.replace
 def _(m: Match) -> fx.Node:
-    return m.call(graphopt.bias_act.default, product_without_bias(m), m.b, activation_name(m.root))
+    h = product_without_bias(m)
+    out = None if m.val.dtype == h.meta["val"].dtype else m.val.dtype
+    name = activation_name(m.root)
+    return m.call(graphopt.bias_act.default, h, m.b, name, out_dtype=out)
 
 
 def product_without_bias(m: Match) -> fx.Node:
@@ -100,6 +105,12 @@ def _() -> Iterator[Spelling]:
     def conv1d(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.gelu(torch.addmm(b, x.view(-1, 8), w).view(3, 5, 6), approximate="tanh")
 
+    low = (torch.randn(4, 8), torch.randn(6, 8), torch.randn(6))
+
+    def widened_first(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, w, b).float())
+
+    yield widened_first, tuple(t.bfloat16() for t in low)
     yield conv1d, (x, torch.randn(8, 6).requires_grad_(), torch.randn(6).requires_grad_())
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with what stands before (dropout, residual) and after (dropout, activation)."""
+"""LayerNorm and RMSNorm with the dropout and residual before and the activation after them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _() -> Iterator[Spelling]:
     yield nn.LayerNorm((4, 8)), (torch.randn(3, 4, 8),)
 
 
-@rule("fusion")
+@rule("fusion", before=("dropout_add",))
 def add_layer_norm(x, residual, shape, w, b, eps, p, seed, site, _cudnn):
     """layer_norm(residual + dropout(x)); the sum is returned too."""
     total = aten.add.Tensor(dropped(x, p, seed, site), residual)
@@ -207,7 +207,7 @@ def _() -> Iterator[Spelling]:
     yield lambda x, w: F.dropout(F.rms_norm(x, (8,), w, 1e-6), 0.1, True), (x, w)
 
 
-@rule("fusion")
+@rule("fusion", before=("dropout_add",))
 def add_rms_norm(x, residual, w, eps, offset, rounded, out, p, seed, site):
     """rms_norm(residual + dropout(x)); the sum is returned too."""
     total = aten.add.Tensor(dropped(x, p, seed, site), residual)
