@@ -28,7 +28,7 @@ from graphopt.kernels._philox import need_seed, scale, threshold
 
 FORWARD = (
     Config(block=128, rows=32, warps=4, per_sm=0, stages=0),
-    Config(block=256, rows=16, warps=4, per_sm=0, stages=0),
+    Config(block=256, rows=8, warps=2, per_sm=0, stages=0),
     Config(block=512, rows=2, warps=1, per_sm=0, stages=0),
     Config(block=1024, rows=2, warps=2, per_sm=8, stages=3),
     Config(block=2048, rows=1, warps=2, per_sm=0, stages=0),
@@ -38,7 +38,8 @@ FORWARD = (
 )
 BACKWARD = (
     Config(block=64, rows=16, warps=4, per_sm=4, stages=3),
-    Config(block=256, rows=4, warps=1, per_sm=8, stages=3),
+    Config(block=128, rows=8, warps=1, per_sm=8, stages=3),
+    Config(block=256, rows=8, warps=2, per_sm=4, stages=3),
     Config(block=512, rows=4, warps=2, per_sm=4, stages=3),
     Config(block=1024, rows=2, warps=2, per_sm=4, stages=3),
     Config(block=2048, rows=1, warps=4, per_sm=4, stages=3),
@@ -47,9 +48,9 @@ BACKWARD = (
 )
 # With the gradient of the sum as a third input, 4096 columns want more bytes on their way.
 BACKWARD_ADD = (
-    *BACKWARD[:5],
+    *BACKWARD[:6],
     Config(block=4096, rows=1, warps=8, per_sm=1, stages=4),
-    BACKWARD[6],
+    BACKWARD[7],
 )
 # Rows wider than the last line of the table are read in blocks of this many columns.
 WIDE = Config(block=4096, rows=1, warps=8, per_sm=0, stages=1)

@@ -119,7 +119,7 @@ def norm_fwd(
         seed = tl.load(SEED)
     if STAGES == 0:
         _fwd_rows(
-            tl.program_id(0), w, b, seed, X, RES, W, B, Y, SUM, MEAN, RSTD,
+            tl.program_id(0).to(tl.int64), w, b, seed, X, RES, W, B, Y, SUM, MEAN, RSTD,
             M, stride_x, stride_res, site, threshold, scale, eps, OFFSET,
             N, BLOCK, R, False, RMS, ROUND, DROPOUT, ACT, FAST,
         )  # fmt: skip

@@ -320,7 +320,8 @@ def main() -> None:
     start = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, microseconds")
     peers = f"{'graphopt':>11} {'eager':>11} {'compile':>11} {'liger':>11}"
-    print(f"{'case':<24}{'shape':>11} | forward {peers[8:]} | backward{peers[8:]} | err fwd, bwd")
+    print(f"{'':<35} | {'forward':<47} | {'backward':<47} | err graphopt/eager")
+    print(f"{'case':<24}{'shape':>11} | {peers} | {peers} | forward, backward")
     for case in cases():
         if options.ops and case.label not in options.ops.split(","):
             continue
