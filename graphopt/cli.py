@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import graphopt
 
@@ -66,7 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return GOOD
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Warnings on one line: the place in graphopt's own code says nothing to a user."""
     print(f"{category.__name__}: {message}", file=sys.stderr)
 
