@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.capture import signature as sig
+from graphopt.capture.assigned import Attributes
 from graphopt.capture.failure import convert
 from graphopt.capture.functionalize import functionalize
 from graphopt.capture.normalize import normalize
@@ -136,9 +137,11 @@ def _export(
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
         args, kwargs = sig.unflatten(inputs, flat)
         results: list[Any] = []
+        attributes = Attributes(shadow)
         try:
             found[:] = [sig.flatten(original(*args, **kwargs), results, results=True)]
             _refuse_changed(inputs, (args, kwargs), flat)
+            attributes.refuse_changed()
         except Exception as error:
             raise _ForwardError(error) from error
         return results
@@ -222,6 +225,7 @@ def _isolated() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\.")
+        warnings.filterwarnings("ignore", message="The tensor attribute")  # refused by name
         grad = torch.is_grad_enabled()
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

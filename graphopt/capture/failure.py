@@ -114,6 +114,12 @@ _KINDS: tuple[tuple[str, str, str, str], ...] = (
         "self.register_buffer(...) in __init__ and .copy_() in forward; or on_error='fallback'",
     ),
     (
+        r"fake tensor in the exported program constant",
+        "a tensor that the trace cannot follow (tensor.data, or one kept from an earlier call)",
+        "what is done to it would not be in the graph",
+        "tensor.detach() in place of tensor.data; or optimize(..., on_error='fallback')",
+    ),
+    (
         r"allocate|out of memory",
         "out of memory while capturing",
         "the model allocates real tensors while it is traced",

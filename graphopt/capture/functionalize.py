@@ -260,6 +260,8 @@ class _Functionalizer:
         written = targets(node)
         if len(written) != 1 or written[0] is not node.args[0]:
             raise refusal(node, "writes to several tensors, or to one that is not its first")
+        if name in ("resize_", "resize_as_", "set_"):
+            raise refusal(node, "changes the memory of a tensor")
         alias = self.env[written[0]]
         if name in IN_PLACE_VIEWS:
             self._reshape_in_place(node, alias, name)

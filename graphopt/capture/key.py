@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphopt.capture import signature as sig
+from graphopt.capture.shadow import SOURCE_OF
 
 _DEVICES = ("cpu", "cuda")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -91,7 +92,8 @@ class StateGuard:
 
     def _snapshot(self) -> None:
         """Walk the tree: what is in it now is what later reads compare with."""
-        modules = list(self.module.modules())
+        # an optimized module inside a larger one stands for its source
+        modules = [m.__dict__.get(SOURCE_OF, m) for m in self.module.modules()]
         self.epoch += 1
         self._dicts = [m.__dict__ for m in modules]
         self._children = [m._modules for m in modules if m._modules]

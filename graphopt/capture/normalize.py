@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ _DROPPED = re.compile(
     r"aten\._assert_tensor_metadata|aten\._assert_scalar|aten\._assert_async"
     r"|aten\.sym_constrain_range|_guards_fn|aten\._functional_assert"
 )
+_OUR_FRAME = f'File "{os.path.dirname(os.path.abspath(__file__))}'
+_NEXT_FRAME = '\n  File "'
 _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn")
 
 
@@ -135,7 +138,7 @@ class _Inliner:
             self._bind(node, new, tensor.requires_grad)
 
     def _bind(self, node: fx.Node, new: fx.Node, requires_grad: bool) -> None:
-        new.meta = {k: node.meta[k] for k in _KEPT_META if k in node.meta}
+        new.meta = _kept(node)
         self.env[node] = new
         if requires_grad:
             self.grads.add(new)
@@ -192,7 +195,7 @@ class _Inliner:
             lookup = lambda n: self._without_grad(env[n])  # noqa: E731
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
         new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
-        new.meta = {k: node.meta[k] for k in _KEPT_META if k in node.meta}
+        new.meta = _kept(node)
         if at.fixed:
             new.meta["graphopt_precision_fixed"] = True
         if at.autocast is not None:
@@ -252,11 +255,20 @@ class _Inliner:
         if not _differentiable(new.meta.get("val")):
             return
         self.grads.add(new)
-        if schema is not None and schema.is_mutable and isinstance(new.args[0], fx.Node):
-            self.grads.add(new.args[0])
+        if schema is not None and schema.is_mutable:
             storage = storage_of(new)
             if storage is not None:
                 self.grad_storages.add(storage)
+
+
+def _kept(node: fx.Node) -> dict[str, Any]:
+    """The metadata that goes on, with the stack trace without capture's own frame."""
+    meta = {k: node.meta[k] for k in _KEPT_META if k in node.meta}
+    trace = meta.get("stack_trace")
+    if trace and trace.startswith(_OUR_FRAME):
+        _, _, rest = trace.partition(_NEXT_FRAME)
+        meta["stack_trace"] = f'File "{rest}' if rest else None
+    return meta
 
 
 def _differentiable(value: Any) -> bool:

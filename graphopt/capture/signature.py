@@ -137,31 +137,36 @@ def _flatten_fields(value: Any, leaves: list[Any], results: bool) -> Structure:
 def _flatten_object(value: Any, leaves: list[Any]) -> Structure:
     """An object of a class unknown here, in a result: its attributes, when one holds a tensor."""
     attributes = getattr(value, "__dict__", None)
-    if not attributes or isinstance(value, torch.nn.Module) or not _holds_tensor(value, set()):
+    if not attributes or isinstance(value, torch.nn.Module) or not holds_tensor(value, set()):
         return ("held", Held(value))
-    keys = tuple(attributes)
-    items = []
-    for key in keys:
-        inner = attributes[key]
-        holds = isinstance(inner, torch.Tensor) or _holds_tensor(inner, {id(value)})
-        items.append(flatten(inner, leaves, results=True) if holds else ("held", Held(inner)))
-    return ("object", type(value), keys, tuple(items))
+    fixed, keys, items = {}, [], []
+    for key, inner in attributes.items():
+        if holds_tensor(inner, {id(value)}):
+            keys.append(key)
+            items.append(flatten(inner, leaves, results=True))
+        elif isinstance(inner, (list, dict, set)):
+            keys.append(key)
+            items.append(("held", Held(inner)))
+        else:
+            fixed[key] = inner
+    return ("object", type(value), tuple(keys), tuple(items), fixed)
 
 
-def _holds_tensor(value: Any, seen: set[int]) -> bool:
+def holds_tensor(value: Any, seen: set[int]) -> bool:
+    """Whether a tensor can be reached through containers and attributes; `seen` holds ids."""
     if isinstance(value, torch.Tensor):
         return True
     if id(value) in seen or type(value) in _PLAIN or isinstance(value, torch.nn.Module):
         return False
     seen.add(id(value))
     if isinstance(value, Mapping):
-        return any(_holds_tensor(v, seen) for v in value.values())
+        return any(holds_tensor(v, seen) for v in value.values())
     if isinstance(value, (list, tuple, set)):
-        return any(_holds_tensor(v, seen) for v in value)
+        return any(holds_tensor(v, seen) for v in value)
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, type) or inspect.isroutine(value):
         return False
-    return any(_holds_tensor(v, seen) for v in attributes.values())
+    return any(holds_tensor(v, seen) for v in attributes.values())
 
 
 def _registry() -> Mapping[type, Any]:
@@ -221,8 +226,10 @@ def _build_registered(s: Structure, leaves: Iterator[Any]) -> Any:
 
 def _build_object(s: Structure, leaves: Iterator[Any]) -> Any:
     value = object.__new__(s[1])
+    attributes = value.__dict__
+    attributes.update(s[4])
     for name, item in zip(s[2], s[3], strict=True):
-        value.__dict__[name] = _build(item, leaves)
+        attributes[name] = _build(item, leaves)
     return value
 
 

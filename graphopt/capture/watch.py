@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from graphopt.capture.failure import user_frame
@@ -95,6 +96,9 @@ def watching() -> Iterator[None]:
         setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
 
     replace(torch.autograd.Function, "apply", _watched_apply)
+    checkpointing = "_checkpoint_without_reentrant_generator"
+    if hasattr(torch.utils.checkpoint, checkpointing):
+        replace(torch.utils.checkpoint, checkpointing, _watched_checkpoint)
     replace(torch.autograd, "grad", _refusing("an inner torch.autograd.grad"))
     replace(torch.autograd, "backward", _refusing("an inner backward"))
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -132,6 +136,15 @@ def _watched_apply(original: Any, here: Any) -> Any:
         return function(cls, *args, **kwargs)
 
     return classmethod(apply)
+
+
+def _watched_checkpoint(original: Any, here: Any) -> Any:
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if here() and torch.is_grad_enabled():
+            raise _checkpointing(user_frame())
+        return original(*args, **kwargs)
+
+    return checkpoint
 
 
 def _refusing(what: str) -> Any:
