@@ -281,8 +281,8 @@ class GraphStore:
         given = [set(sig.leaf_names(k.structure, signature)) for k in (old, key)]
         changed = sorted(given[0] ^ given[1])
         name = changed[0] if changed else "the arguments' structure"
-        shown = ["given" if name in g else "absent" for g in given]
-        return ("structure", name, *shown)
+        was, now = ("given" if name in g else "absent" for g in given)
+        return ("structure", name, was, now)
 
 
 _FACTS = ("dtype", "device", "shape", "requires_grad", "contiguous")

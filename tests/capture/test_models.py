@@ -110,7 +110,7 @@ def test_a_cache_as_an_argument_is_refused_by_name(hf):
     ids = torch.randint(2, 50, (1, 4))
     with torch.no_grad():
         cache = opt(ids).past_key_values
-        with pytest.raises(CaptureError, match="[cC]ache"):
+        with pytest.raises(CaptureError, match=r"[cC]ache"):
             opt(ids[:, :1], past_key_values=cache)
 
 
