@@ -352,7 +352,7 @@ class ApplyRules:
                     for node in index.get(target, ()):
                         if not log.room:
                             return
-                        if node.graph is body.graph and not node._erased:
+                        if not node._erased and pattern.may_match(node):
                             made = apply_rule(r, pattern, node, body, log, self.name)
                             for new in made:
                                 index.setdefault(new.target, []).append(new)

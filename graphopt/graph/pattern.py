@@ -41,6 +41,8 @@ class Pattern:
         captures: names of the parameters, in order.
         size: how many ops it has; of an `either`, the ops of its longest spelling.
         targets: the ops that the root may be.
+        producers: for each operand of the root that must be an op: which ops it may be. Most
+            nodes are ruled out by a look at these.
     """
 
     name: str
@@ -49,6 +51,14 @@ class Pattern:
     captures: tuple[str, ...]
     size: int
     targets: tuple[Any, ...]
+    producers: tuple[frozenset[Any], ...]
+
+    def may_match(self, node: fx.Node) -> bool:
+        """Whether a node has, beside the root's op, the operands that the pattern needs."""
+        if not self.producers:
+            return True
+        found = [n.target for n in node.all_input_nodes]
+        return all(any(t in wanted for t in found) for wanted in self.producers)
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Pattern:
@@ -71,6 +81,7 @@ class Pattern:
             captures=names,
             size=_size(outputs),
             targets=tuple(_targets(outputs[0])),
+            producers=_producers(outputs[0]),
         )
 
 
@@ -113,6 +124,27 @@ def _targets(node: fx.Node) -> list[Any]:
         if isinstance(value, fx.Node) and value.op == "call_function":
             found += _targets(value)
     return found
+
+
+def _producers(root: fx.Node) -> tuple[frozenset[Any], ...]:
+    """The ops that each operand of a root may be, for operands that can be nothing else."""
+    if root.target is either:
+        return ()
+    found = []
+    for operand in root.all_input_nodes:
+        options = operand.args if operand.target is either else (operand,)
+        if all(isinstance(o, fx.Node) and o.op == "call_function" for o in options):
+            targets = [_targets(o) for o in options]  # type: ignore[arg-type]
+            if all(targets) and not any(_has_capture(o) for o in options):
+                found.append(frozenset(t for ts in targets for t in ts))
+    return tuple(found)
+
+
+def _has_capture(node: Any) -> bool:
+    """Whether an operand may be anything: a capture, or a choice that holds one."""
+    if not isinstance(node, fx.Node) or node.op == "placeholder":
+        return True
+    return node.target is either and any(_has_capture(o) for o in node.args)
 
 
 @dataclasses.dataclass

@@ -85,6 +85,9 @@ def _(m: Match) -> str | None:
         return "x is not a floating-point tensor"
     if x.dtype == torch.float64 and any(n.target is aten.to.dtype for n in m.nodes):
         return "x is float64 and is rounded to float32 on purpose"
+    mean = next(n for n in m.nodes if n.target is aten.mean.dim).meta["val"]
+    if mean.dtype not in (FLOAT, torch.float64):
+        return f"its mean is taken in {mean.dtype}: each step rounds, on purpose or not"
     if not last_dim(x, m.dim):
         return f"the mean is over {m.dim}, the kernel norms the last dim"
     if not isinstance(m.eps, (int, float)):
@@ -142,6 +145,8 @@ def _() -> Iterator[Spelling]:
         lambda x, y: x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6),
         (x, torch.randn(8, 8)),
     )
+    low = (x.bfloat16(), w)
+    yield lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), low
     yield lambda x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e3), (x,)
 
 

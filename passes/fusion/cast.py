@@ -41,6 +41,7 @@ def cast_store(x, y, w, b, eps, _a, _c, _p, seed, _site, _act, _out, to):
         graphopt.bias_act.default(x, y, _act, out_dtype=_out),
         graphopt.softcap.default(x, _a, out_dtype=_out),
         graphopt.dropout_add.default(x, y, _p, seed, _site, bias=b, out_dtype=_out),
+        graphopt.rope.default(x, y, b, _a, out_dtype=_out),
     )
     return aten.to.dtype(fused, to)
 
@@ -92,6 +93,12 @@ def _() -> Iterator[Spelling]:
     yield lambda x, w: F.rms_norm(x, (8,), w, 1e-6).to(low), (x, w)
     yield lambda g, u: (F.silu(g) * u).to(low), (x, torch.randn(3, 8))
     yield lambda x, r: F.layer_norm(x + r, (8,)).to(low), (x, torch.randn(3, 8))
+
+    def rotary(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        turned = torch.cat((-q[..., 4:], q[..., :4]), -1)
+        return (q * cos + turned * sin).to(low)
+
+    yield rotary, (torch.randn(2, 3, 5, 8).bfloat16(), torch.randn(5, 8), torch.randn(5, 8))
 
     def sum_too(x: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         s = x + r
