@@ -47,13 +47,18 @@ def test_under_autocast(name: str, training: bool) -> None:
     assert found.passed, f"{name}\n{found!r}"
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-def test_every_rewrite_with_dropout_on(name: str) -> None:
+def test_every_rewrite_with_dropout_on(name: str, autocast: bool) -> None:
     entry = ZOO[name]
-    opt = optimized(entry.make(training=True, dropout=True), entry.batch(0))
+    model = entry.make(training=True, dropout=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        opt = optimized(model, entry.batch(0))
+        result = graphopt.verify(opt, (), entry.batch(0))
+    result.check()
+    assert autocast == any(c.rule == "materialize_autocast" for c in result.checks)
     dropping = [n for n in opt.graph.nodes if dropout_arguments(n)]
     assert any(str(n.target).startswith("graphopt.") for n in dropping)
-    graphopt.verify(opt, (), entry.batch(0)).check()
 
 
 @pytest.mark.parametrize("name", ["llama", "whisper", "resnet50"])
