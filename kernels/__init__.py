@@ -29,6 +29,7 @@ FAMILIES = (
     "activation",
     "glu",
     "dropout",
+    "rope",
     "functional",
 )
 

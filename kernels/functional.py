@@ -1,4 +1,4 @@
-"""Functional forms without a kernel: batch_norm, fold_batch_norm, rope.
+"""Functional forms without a kernel: batch_norm, fold_batch_norm.
 
 Each is a composite of ATen operators, so autograd, fake tensors and cuDNN treat it as the eager
 spelling. They exist as operators so that a rewritten graph stays pure (batch_norm writes no
@@ -204,73 +204,5 @@ register(
         samples=_fold_samples,
         cost=_fold_cost,
         saved="the weight and a few values a channel",
-    )
-)
-
-
-# rope -------------------------------------------------------------------------------------------
-
-
-def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
-) -> torch.Tensor:
-    """Rotary position embedding: x * cos + rotate(x) * sin.
-
-    rotate(x) is cat(-x2, x1) of the halves of the last dimension; if interleaved, each pair
-    (x0, x1) becomes (-x1, x0). In the dtypes of the eager spelling. Su et al., "RoFormer", 2021.
-
-    Args:
-        x: [..., D], D even.
-        cos: broadcastable to x, the last dimension D.
-        sin: the same.
-        interleaved: pairs lie side by side (GPT-J, RoFormer), not in halves (GPT-NeoX, Llama).
-
-    Returns:
-        x's shape, broadcast with cos and sin; the promotion of the three dtypes.
-
-    Raises:
-        OptionError: D is odd.
-
-    Example:
-        >>> rope(torch.tensor([1.0, 2.0]), torch.zeros(2), torch.ones(2))
-        tensor([-2.,  1.])
-    """
-    width = x.shape[-1]
-    if width % 2:
-        raise OptionError(
-            f"graphopt::rope: last dimension {width}", why="values are rotated in pairs"
-        )
-    if interleaved:
-        rotated = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
-    else:
-        rotated = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
-    return x * cos + rotated * sin
-
-
-def _rope_cost(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
-) -> Cost:
-    return Cost(tensor_bytes(x, cos, sin), tensor_bytes(x), 3 * x.numel())
-
-
-def _rope_samples(device: torch.device) -> Iterator[Sample]:
-    x = torch.linspace(-2, 2, 2 * 3 * 5 * 8, device=device).reshape(2, 3, 5, 8)
-    angle = torch.linspace(0, 6, 5 * 4, device=device).reshape(5, 4)
-    for interleaved in (False, True):
-        full = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
-        yield Sample((x, full.cos(), full.sin(), interleaved))
-
-
-register(
-    Op(
-        name="rope",
-        overload=_define(
-            "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor", rope
-        ),
-        reference=rope,
-        launch=None,
-        samples=_rope_samples,
-        cost=_rope_cost,
-        saved="cos and sin, and what eager's spelling saves",
     )
 )

@@ -66,6 +66,12 @@ def eager_dropout_add(x, residual, p, seed, site, bias=None, **_):
     return residual + F.dropout(x if bias is None else x + bias, p)
 
 
+def eager_rope(x, cos, sin, out_dtype=None, **_):
+    half = x.shape[-1] // 2
+    y = x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    return y.to(out_dtype)
+
+
 EAGER: dict[str, Callable[..., Any]] = {
     "layer_norm": eager_layer_norm,
     "add_layer_norm": eager_add_layer_norm,
@@ -76,7 +82,10 @@ EAGER: dict[str, Callable[..., Any]] = {
     "glu": lambda gate, up, act, **_: ACTIVATIONS[act](gate) * up,
     "dropout": lambda x, p, seed, site: F.dropout(x, p),
     "dropout_add": eager_dropout_add,
+    "rope": eager_rope,
 }
+# Positions of floating arguments that no model differentiates.
+TABLES: dict[str, tuple[int, ...]] = {"rope": (1, 2)}
 
 
 def liger_spellings() -> dict[str, Callable[..., Any]]:
@@ -169,8 +178,9 @@ def copy_us(moved: int) -> float:
     return _COPIES[moved]
 
 
-def leaves(sample: Sample, vectors: torch.dtype | None = None) -> Sample:
-    """Floating tensors as leaves; one-dimensional ones in another dtype if asked."""
+def leaves(op: Op, sample: Sample, vectors: torch.dtype | None = None) -> Sample:
+    """Floating tensors as leaves, but for tables; vectors in another dtype if asked."""
+    tables = TABLES.get(op.name, ())
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -178,9 +188,8 @@ def leaves(sample: Sample, vectors: torch.dtype | None = None) -> Sample:
         value = value.to(vectors) if vectors and value.dim() == 1 else value
         return value.detach().requires_grad_()
 
-    return Sample(
-        tuple(leaf(v) for v in sample.args), {k: leaf(v) for k, v in sample.kwargs.items()}
-    )
+    args = tuple(v if i in tables else leaf(v) for i, v in enumerate(sample.args))
+    return Sample(args, {k: leaf(v) for k, v in sample.kwargs.items()})
 
 
 def floating(sample: Sample) -> list[torch.Tensor]:
@@ -229,7 +238,7 @@ def errors(function: Callable[..., Any], sample: Sample, op: Op) -> tuple[float,
 
     def widen(value: Any) -> Any:
         wide = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.detach().double().requires_grad_() if wide else value
+        return value.detach().double().requires_grad_(value.requires_grad) if wide else value
 
     exact = Sample(
         tuple(widen(v) for v in sample.args),
@@ -259,13 +268,13 @@ def bench(
 ) -> dict[str, Any]:
     """All numbers of one case at one shape."""
     op = case.op
-    first = leaves(case.make(rows, cols))
+    first = leaves(op, case.make(rows, cols))
     cost = op.cost(*first.args, **first.kwargs)
     back = op.backward_cost(*first.args, **first.kwargs) if op.backward_cost else cost
     sets = max(2, L2_BYTES // max(cost.bytes, 1) + 1)
-    ours = [first, *(leaves(case.make(rows, cols)) for _ in range(sets - 1))]
+    ours = [first, *(leaves(op, case.make(rows, cols)) for _ in range(sets - 1))]
     # Peers get bfloat16 weights, the cheapest for them: eager's norms take no mixed dtypes.
-    theirs = [leaves(s, torch.bfloat16) for s in ours]
+    theirs = [leaves(op, s, torch.bfloat16) for s in ours]
     peers: dict[str, tuple[Callable[..., Any], list[Sample]]] = {"graphopt": (op.overload, ours)}
     eager = EAGER.get(op.name)
     if eager is not None:

@@ -1,4 +1,4 @@
-"""batch_norm, fold_batch_norm and rope against the eager spelling, forward and backward."""
+"""batch_norm and fold_batch_norm against the eager spelling, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.errors import OptionError
 from graphopt.kernels import registry
 
 G = torch.ops.graphopt
-OPS = ["batch_norm", "fold_batch_norm", "rope"]
+OPS = ["batch_norm", "fold_batch_norm"]
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (2, 3, 4, 5)])
@@ -108,47 +108,6 @@ def test_fold_refuses_statistics_of_other_channels():
     one = torch.ones(3)
     with pytest.raises(OptionError, match=r"statistics \(3,\) for 4 channels"):
         G.fold_batch_norm(torch.ones(4, 3), None, None, None, one, one, 1e-5)
-
-
-def rotate_half(x):
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rope_of_halves_is_the_eager_spelling(dtype):
-    x = torch.randn(2, 3, 5, 8, dtype=dtype, requires_grad=True)
-    angle = torch.randn(2, 1, 5, 8)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    y, expected = G.rope(x, cos, sin), x * cos + rotate_half(x) * sin
-    assert torch.equal(y, expected)
-    ours, theirs = (torch.autograd.grad(t.float().sin().sum(), x)[0] for t in (y, expected))
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_is_a_rotation(interleaved):
-    x = torch.randn(4, 8, dtype=torch.float64)
-    angle = torch.randn(4, 4, dtype=torch.float64)
-    full = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
-    y = G.rope(x, full.cos(), full.sin(), interleaved)
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(G.rope(y, full.cos(), -full.sin(), interleaved), x)
-    first, second = (x[..., 0], x[..., 1]) if interleaved else (x[..., 0], x[..., 4])
-    angle = angle[..., 0]
-    torch.testing.assert_close(y[..., 0], first * angle.cos() - second * angle.sin())
-
-
-def test_rope_refuses_an_odd_width():
-    with pytest.raises(OptionError, match="last dimension 3"):
-        G.rope(torch.ones(3), torch.ones(3), torch.ones(3))
-
-
-def test_rope_has_a_second_derivative():
-    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(
-        lambda x: G.rope(x, torch.ones(4).double() * 0.6, torch.ones(4).double() * 0.8), x
-    )
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
