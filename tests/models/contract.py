@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -17,6 +16,11 @@ from graphopt.step import Step, step
 
 DRAWS = 8
 Tensors = dict[str, "torch.Tensor | None"]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device
 
 
 def optimized(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> GraphoptModule:
@@ -68,9 +72,9 @@ def judge(
         model: the source, without dropout.
         opt: its optimized module.
         batch: keyword arguments.
-        autocast: run both under CPU autocast of this dtype.
+        autocast: run both under autocast of this dtype.
     """
-    ambient = torch.autocast("cpu", autocast) if autocast is not None else contextlib.nullcontext()
+    ambient = torch.autocast(device_of(model).type, autocast, enabled=autocast is not None)
     with ambient:
         entry = opt.capture((), batch)
     assert entry is not None

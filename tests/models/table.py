@@ -1,6 +1,6 @@
 """Print the zoo beside the error contract: model x (mode, shape) -> errors, rewrites, seconds.
 
-python tests/models/table.py [model ...] [--autocast]
+python tests/models/table.py [model ...] [--autocast] [--device cuda] [--verify]
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import torch
 from contract import judge, optimized
 from zoo import SHAPES, ZOO
 
+import graphopt
 
-def rows(name: str, autocast: torch.dtype | None) -> bool:
+
+def rows(name: str, device: str, autocast: torch.dtype | None, prove: bool) -> bool:
     """Print the rows of one model; whether all keep the contract."""
     entry, good = ZOO[name], True
     for training in (True, False):
-        model = entry.make(training=training)
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        model = entry.make(training=training, device=device)
+        with torch.autocast(device, autocast, enabled=autocast is not None):
             start = time.perf_counter()
-            opt = optimized(model, entry.batch(0))
+            opt = optimized(model, entry.batch(0, device))
             seconds = time.perf_counter() - start
             rewrites = len(opt.rewrites)
+            proof = graphopt.verify(opt, (), entry.batch(0, device)) if prove else None
         for shape in SHAPES:
-            found = judge(model, opt, entry.batch(shape), autocast)
+            found = judge(model, opt, entry.batch(shape, device), autocast)
             worst = found.worst
             good = good and found.passed
             print(
@@ -37,21 +40,27 @@ def rows(name: str, autocast: torch.dtype | None) -> bool:
                 f"{rewrites:9d} {seconds:8.1f}  {'ok' if found.passed else found.reasons[0]}",
                 flush=True,
             )
+        if proof is not None and not proof.passed:
+            good = False
+            print(*(f"  {c}: {c.reason}" for c in proof.all if not c.passed), sep="\n", flush=True)
     return good
 
 
 def main() -> int:
     """Print the table; 1 when a row is outside the contract."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", choices=[*ZOO, []], help="default: all")
-    parser.add_argument("--autocast", action="store_true", help="under bfloat16 CPU autocast")
+    parser.add_argument("models", nargs="*", help="default: all")
+    parser.add_argument("--autocast", action="store_true", help="under bfloat16 autocast")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--verify", action="store_true", help="prove every rewrite, too")
     options = parser.parse_args()
     autocast = torch.bfloat16 if options.autocast else None
     head = ("geo.mean", "worst", "rewrites", "seconds")
     print(
         f"{'model':10s} {'mode':6s} shape {head[0]:>9s} {head[1]:>7s} {head[2]:>9s} {head[3]:>8s}"
     )
-    good = [rows(name, autocast) for name in options.models or ZOO]
+    names = options.models or list(ZOO)
+    good = [rows(name, options.device, autocast, options.verify) for name in names]
     return 0 if all(good) else 1
 
 

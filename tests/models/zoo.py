@@ -34,24 +34,25 @@ class Entry:
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
 
-    def make(self, *, training: bool, dropout: bool = False) -> nn.Module:
+    def make(self, *, training: bool, dropout: bool = False, device: str = "cpu") -> nn.Module:
         """The model with weights that depend on its name alone.
 
         Args:
             training: its mode.
             dropout: keep the config's dropout; otherwise every probability is set to zero.
+            device: where it shall be.
         """
         torch.manual_seed(sum(map(ord, self.name)))
         model = self.build()
         _shake(model)
         if not dropout:
             no_dropout(model)
-        return model.train(training)
+        return model.to(device).train(training)
 
-    def batch(self, shape: int) -> Inputs:
+    def batch(self, shape: int, device: str = "cpu") -> Inputs:
         """Inputs and labels, the same at each call."""
         torch.manual_seed(100 + shape)
-        return self.inputs(shape)
+        return {name: value.to(device) for name, value in self.inputs(shape).items()}
 
 
 def no_dropout(model: nn.Module) -> None:
