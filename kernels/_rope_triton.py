@@ -9,7 +9,7 @@ lie, so [B, H, S, D] views of [B, S, H, D] and slices of a packed projection nee
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -158,11 +158,11 @@ def plan(x: Strided, cos: Strided, sin: Strided, y: Strided) -> Plan | None:
     if len(dims) > 3:
         return None
     dims = [(1, 0, 0, 0, 0)] * (3 - len(dims)) + dims
-    sizes, *strides = (tuple(d[i] for d in dims) for i in range(5))
+    sizes, of_x, of_cos, of_sin, of_y = (tuple(d[i] for d in dims) for i in range(5))
     half = width // 2
-    whole = Plan(sizes, *strides, half, 1, 1)
-    tile_b, tile_c = _tile(whole, max(1, TILE // (2 * next_power_of_2(half))))
-    return Plan(sizes, *strides, half, tile_b, tile_c)
+    uncut = Plan(sizes, of_x, of_cos, of_sin, of_y, half, 1, 1)
+    tile_b, tile_c = _tile(uncut, max(1, TILE // (2 * next_power_of_2(half))))
+    return replace(uncut, tile_b=tile_b, tile_c=tile_c)
 
 
 Dim = tuple[int, ...]  # size, then the strides of x, cos, sin and y
@@ -194,13 +194,13 @@ def _merge(dims: list[Dim]) -> list[Dim]:
     return merged
 
 
-def _tile(whole: Plan, rows: int) -> tuple[int, int]:
+def _tile(uncut: Plan, rows: int) -> tuple[int, int]:
     """(rows along B, rows along C) of a tile of about that many rows."""
-    _, size_b, size_c = whole.sizes
-    if whole.shared(2) and not whole.shared(1):
+    _, size_b, size_c = uncut.sizes
+    if uncut.shared(2) and not uncut.shared(1):
         tile_c = _fit(size_c, min(rows, SHARED_INNER))
         return min(next_power_of_2(size_b), rows // tile_c), tile_c
-    if whole.shared(1) and not whole.shared(2):
+    if uncut.shared(1) and not uncut.shared(2):
         tile_b = _fit(size_b, min(rows, SHARED_OUTER))
         return tile_b, min(next_power_of_2(size_c), rows // tile_b)
     tile_c = min(next_power_of_2(size_c), rows)
