@@ -1,4 +1,4 @@
-"""The public functions: `optimize` and `verify`. Each checks what it is given, then does the work."""
+"""The public functions: each checks what it is given, then does the work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PassCompiler:
     An object and not a closure, so that an optimized module pickles.
     """
 
-    options: PassOptions = PassOptions()
+    options: PassOptions = dataclasses.field(default_factory=PassOptions)
 
     def __call__(self, body: Body) -> Compiled:
         """Run the passes over one captured body."""
@@ -159,9 +159,7 @@ def verify(
     leaves: list[torch.Tensor] = []
     sig.flatten((args or (), named), leaves)
     result = entry.compiled.result
-    return verify_body(
-        result.captured, result.body, result.rewrites, leaves, backward=backward
-    )
+    return verify_body(result.captured, result.body, result.rewrites, leaves, backward=backward)
 
 
 _verify = verify  # inside `optimize`, `verify` is an option

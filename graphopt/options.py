@@ -106,7 +106,7 @@ def check_passes(
     if max_rewrites is not None and (
         isinstance(max_rewrites, bool) or not isinstance(max_rewrites, int) or max_rewrites < 0
     ):
-        raise OptionError(f"max_rewrites is {max_rewrites!r}", try_="None, or a whole number from 0")
+        raise OptionError(f"max_rewrites is {max_rewrites!r}", try_="None or a number from 0")
     chosen = tuple(rules) if isinstance(rules, (list, tuple, set, frozenset)) else rules
     select_rules(chosen)
     return PassOptions(fuse=fuse, rules=chosen, max_rewrites=max_rewrites)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-import graphopt.kernels  # defines the ops that rules emit
+import graphopt.kernels  # noqa: F401  (defines the ops that rules emit)
 from graphopt.cost.ops import nodes_cost
 from graphopt.errors import GraphOptError, PassError
 from graphopt.graph import ops

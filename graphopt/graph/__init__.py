@@ -1,4 +1,4 @@
-"""Graphs: the captured body, facts about nodes, the one editor, lint, printing, patterns, records."""
+"""Graphs: the captured body, facts, the one editor, lint, printing, patterns, records."""
 
 from graphopt.graph.body import CONSTANTS, Body, Mutation, copy_graph
 from graphopt.graph.record import Refusal, RewriteRecord, Site, site_of

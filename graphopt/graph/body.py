@@ -1,4 +1,4 @@
-"""The unit that passes work on: one captured forward, as a pure function of its inputs and state."""
+"""The unit that passes work on: one captured forward as a pure function."""
 
 from __future__ import annotations
 

@@ -140,8 +140,9 @@ def min_cut(graph: fx.Graph, sources: list[str], sinks: list[str]) -> tuple[int,
     """
     flow = nx.DiGraph()
     for node in graph.nodes:
-        size = nbytes(node.meta.get("val")) or 1
-        flow.add_edge((node.name, 0), (node.name, 1), capacity=size)
+        # The output is no value and cannot be cut: networkx reads a missing capacity as infinite.
+        size = {} if node.op == "output" else {"capacity": nbytes(node.meta.get("val")) or 1}
+        flow.add_edge((node.name, 0), (node.name, 1), **size)
         for source in node.all_input_nodes:
             flow.add_edge((source.name, 1), (node.name, 0))
     flow.add_edges_from(("source", (name, 0)) for name in sources)

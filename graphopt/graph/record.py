@@ -1,4 +1,4 @@
-"""What passes did and did not do, as data: every report, diff, verify and bisect reads only this."""
+"""What passes did and did not do, as data; reports, diffs and proofs read only this."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ class Refusal:
 
     def __str__(self) -> str:
         """One line for a table or a log."""
-        return f"{self.rule} at {self.site}: {self.reason} ({self.matched} of {self.total} ops matched)"
+        count = f"({self.matched} of {self.total} ops matched)"
+        return f"{self.rule} at {self.site}: {self.reason} {count}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

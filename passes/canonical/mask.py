@@ -33,9 +33,9 @@ def _(m: Match) -> str | None:
     if found.kind == "none":
         return f"the mask is not proved causal: {found.reason}"
     q, k = m.tensor("q"), m.tensor("k")
-    if found.kind == "causal":
-        if q is None or k is None or not surely(q.shape[-2] == k.shape[-2]):
-            return "it is causal, but queries and keys differ in number"
+    square = q is not None and k is not None and surely(q.shape[-2] == k.shape[-2])
+    if found.kind == "causal" and not square:
+        return "it is causal, but queries and keys differ in number"
     return None
 
 

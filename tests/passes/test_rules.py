@@ -37,7 +37,9 @@ def double(value: Any) -> Any:
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda r: r.name)
 def test_a_rule_documents_itself(rule: Rule) -> None:
-    assert rule.doc and rule.replacement and rule.examples
+    assert rule.doc
+    assert rule.replacement is not None
+    assert rule.examples is not None
 
 
 @pytest.mark.parametrize(("rule", "index"), list(cases("examples")))
