@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from graphopt.capture.aliases import (
     written_storages,
 )
 from graphopt.capture.normalize import Flat, storage_of
-from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, write_part
+from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, write_over, write_part
 from graphopt.graph.body import CONSTANTS, Mutation
 
 aten = torch.ops.aten
@@ -279,7 +280,7 @@ class _Functionalizer:
         if name == "copy_":
             new = self._broadcast(node, args[0], like)
             if self.env[first].root.grads:
-                new = self._over(node, base, new)
+                new = write_over(partial(self._emit, like=node), base, new)
         elif name == "zero_":
             new = self._emit(aten.fill.Scalar, base, 0, like=node)
         elif name == "detach_":
@@ -307,14 +308,6 @@ class _Functionalizer:
             source = self._emit(aten.expand_as.default, source, target, like=node)
         return source
 
-    def _over(self, node: fx.Node, base: fx.Node, source: fx.Node) -> fx.Node:
-        """The source written over all of a value that requires grad (its gradient is zero)."""
-        if base.meta["val"].dim() > 0:
-            return self._emit(aten.slice_scatter.default, base, source, like=node)
-        base, source = (self._emit(aten.unsqueeze.default, v, 0, like=node) for v in (base, source))
-        both = self._emit(aten.slice_scatter.default, base, source, like=node)
-        return self._emit(aten.squeeze.dim, both, 0, like=node)
-
     def _assign(self, node: fx.Node, alias: Alias, new: fx.Node) -> None:
         """Give an alias a new value, and its root with it."""
         root = alias.root
@@ -339,10 +332,7 @@ class _Functionalizer:
         parent = alias.parent
         assert parent is not None
         base = self._current(parent)
-
-        def emit(op: Any, *args: Any) -> fx.Node:
-            return self._emit(op, *args, like=node)
-
+        emit = partial(self._emit, like=node)
         if alias.part is not None:
             source: Any = view.args[0]
             _, *rest = source.args

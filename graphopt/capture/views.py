@@ -135,6 +135,14 @@ IN_PLACE_VIEWS = {
 """Operations that change a tensor's own shape in place, not its values."""
 
 
+def write_over(emit: Emit, base: fx.Node, source: fx.Node) -> fx.Node:
+    """The source in place of all of a value that requires grad (whose gradient is then zero)."""
+    if base.meta["val"].dim() > 0:
+        return emit(aten.slice_scatter.default, base, source)
+    rows = [emit(aten.unsqueeze.default, v, 0) for v in (base, source)]
+    return emit(aten.squeeze.dim, emit(aten.slice_scatter.default, *rows), 0)
+
+
 def write_part(
     emit: Emit, base: fx.Node, new: fx.Node, op: str, args: Sequence[Any], index: int
 ) -> fx.Node:
