@@ -33,7 +33,7 @@ def test_python_blocks_run_and_print_what_readme_shows(tmp_path):
     assert list(map(shape_of, printed)) == list(map(shape_of, shown))
 
 
-@pytest.mark.parametrize("ending", ["graphopt demo", "pytest"])
+@pytest.mark.parametrize("ending", ["graphopt demo", "pytest -n 2"])
 def test_the_first_two_commands_are_one_line_each(ending):
     (line,) = re.findall(rf"^python3 -m venv .*{ending}$", README, flags=re.MULTILINE)
     assert line.count("pip install") == 1
