@@ -35,7 +35,14 @@ from graphopt.graph.body import Body, copy_graph
 from graphopt.graph.edit import Editor, fake_value
 from graphopt.graph.record import site_of
 from graphopt.passes.base import Log
-from graphopt.passes.observe import Observation, casting, dtypes_of, is_float, observe
+from graphopt.passes.observe import (
+    Observation,
+    casting,
+    dtypes_of,
+    is_float,
+    observe,
+    with_dtype,
+)
 
 aten = torch.ops.aten
 
@@ -104,7 +111,6 @@ class _Writer:
         self.kind = next(iter(body.autocast))
         self.casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
         self.known: dict[Any, Observation] = {}
-        self.proved: set[int] = set()
         self.recast: set[fx.Node] = set()  # nodes that now give another dtype than was recorded
 
     def run(self) -> None:
@@ -126,9 +132,14 @@ class _Writer:
         if seen.inside:
             self._open(node, depth, region)
             return
+        if not seen.proved:
+            raise PassError(
+                f"the casts of {ops.op_name(node.target)} under autocast cannot be written",
+                at=str(site_of(node)),
+                why=f"it gives {seen.dtypes}, and not by casts of its operands",
+            )
         if seen.casts or seen.dtype_argument is not None:
             self._rewrite(node, seen)
-            self._prove(node, seen)
         self._refresh(node, seen)
 
     def _region(self, node: fx.Node) -> tuple[str, torch.dtype] | None:
@@ -173,12 +184,9 @@ class _Writer:
         args, kwargs = tree_unflatten(flat, spec)
         node.args, node.kwargs = tuple(args), kwargs
         if seen.dtype_argument is not None:
-            names = [name for name, _ in ops.parameters(node.target) or ()]
-            position = names.index("dtype")
-            if position < len(node.args):
-                node.update_arg(position, seen.dtype_argument)
-            else:
-                node.kwargs = {**node.kwargs, "dtype": seen.dtype_argument}
+            node.args, node.kwargs = with_dtype(
+                node.target, node.args, dict(node.kwargs), seen.dtype_argument
+            )
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
         """The value in another dtype, cast once and read by all."""
@@ -198,21 +206,6 @@ class _Writer:
             node.meta["val"] = fake_value(node)
         if dtypes_of(node.meta["val"]) != before:
             self.recast.add(node)
-
-    def _prove(self, node: fx.Node, seen: Observation) -> None:
-        """Make sure, once for calls alike, that the rewritten call gives autocast's dtypes."""
-        if id(seen) in self.proved:
-            return
-        with casting(self.kind, None):
-            dtypes = dtypes_of(fake_value(node))
-        if dtypes != seen.dtypes:
-            raise PassError(
-                f"{ops.op_name(node.target)} gives {dtypes} with its operands cast, "
-                f"{seen.dtypes} under autocast",
-                at=str(site_of(node)),
-                why="what autocast does to it is not a cast of its operands",
-            )
-        self.proved.add(id(seen))
 
     def _open(self, node: fx.Node, depth: int, region: tuple[str, torch.dtype]) -> None:
         """Replace a composite by the ops that it is made of, and write their casts."""

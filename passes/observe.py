@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -27,12 +28,14 @@ class Observation:
         dtype_argument: value for the op's `dtype` argument, None where it is left alone.
         dtypes: dtypes of the results.
         inside: whether a composite casts values that are not its operands.
+        proved: whether the call with these casts gives those dtypes with autocast off.
     """
 
     casts: dict[int, torch.dtype]
     dtype_argument: torch.dtype | None
     dtypes: tuple[torch.dtype, ...]
     inside: bool = False
+    proved: bool = True
 
 
 @contextlib.contextmanager
@@ -91,24 +94,73 @@ def observe(
         RuntimeError: what the op itself raises under autocast (binary_cross_entropy, say).
     """
     flat, spec = tree_flatten((args, kwargs))
+    flat = _concrete(flat)
     on = _run(target, flat, spec, casting(kind, dtype))
     off = _run(target, flat, spec, casting(kind, None), may_fail=True)  # refuses unlike dtypes
     casts = {i: d for i, d in on.casts.items() if off.casts.get(i) != d}
     # Autocast casts to one dtype, before the op begins; other casts are the op's own (attention's).
     first = next(iter(casts.values()), None)
     casts = {i: d for i, d in casts.items() if d == first}
-    if casts:
-        with torch.no_grad(), casting(kind, None):
-            flat = [v.to(casts[i]) if i in casts else v for i, v in enumerate(flat)]
-        off = _run(target, flat, spec, casting(kind, None), may_fail=True)
+    off = _run(target, _cast(flat, casts), spec, casting(kind, None), may_fail=True)
     dtypes, argument = dtypes_of(on.result), None
     inside = on.copies - len(casts) > off.copies  # more than the op itself casts
     if not inside and dtypes != dtypes_of(off.result):
-        if _takes_dtype(target):
+        if takes_dtype(target):
             argument = dtypes[0]
+            args, kwargs = tree_unflatten(_cast(flat, casts), spec)
+            flat, spec = tree_flatten(with_dtype(target, args, kwargs, argument))
         elif not casts:  # an overload with a dtype was called in its place (norm)
             casts = {i: dtypes[0] for i, v in enumerate(flat) if is_float(v)}
-    return Observation(casts, argument, dtypes, inside)
+            flat = _cast(flat, casts)
+        off = _run(target, flat, spec, casting(kind, None), may_fail=True)
+    return Observation(casts, argument, dtypes, inside, dtypes == dtypes_of(off.result))
+
+
+def _concrete(flat: Sequence[Any]) -> list[Any]:
+    """The same arguments with concrete sizes, on a fake mode of their own.
+
+    Sizes have no say in casts, while an op run on symbolic ones may add guards to them.
+    """
+    mode = FakeTensorMode()
+    made: dict[int, torch.Tensor] = {}
+
+    def concrete(value: Any) -> Any:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return _hint(value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in made:
+            size, stride = (tuple(map(_hint, v)) for v in (value.shape, value.stride()))
+            with mode:
+                made[id(value)] = torch.empty_strided(
+                    size, stride, dtype=value.dtype, device=value.device
+                )
+        return made[id(value)]
+
+    return [concrete(v) for v in flat]
+
+
+def _hint(value: Any) -> Any:
+    """The size that a symbolic number stands for in the example; 2 where it has none."""
+    if isinstance(value, (int, float)):
+        return value
+    hint = value.node.hint
+    return 2 if hint is None else hint
+
+
+def _cast(flat: Sequence[Any], casts: dict[int, torch.dtype]) -> list[Any]:
+    with torch.no_grad():
+        return [v.to(casts[i]) if i in casts else v for i, v in enumerate(flat)]
+
+
+def with_dtype(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with its `dtype` argument set."""
+    position = [name for name, _ in ops.parameters(target) or ()].index("dtype")
+    if position < len(args):
+        return (*args[:position], dtype, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "dtype": dtype}
 
 
 @dataclasses.dataclass
@@ -154,5 +206,6 @@ def is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _takes_dtype(target: Any) -> bool:
+def takes_dtype(target: Any) -> bool:
+    """Whether an op has a `dtype` argument."""
     return any(name == "dtype" for name, _ in ops.parameters(target) or ())
