@@ -41,6 +41,8 @@ def _(m: Match) -> str | None:
     x, cos, sin = m.tensor("x"), m.tensor("cos"), m.tensor("sin")
     if x is None or cos is None or sin is None:
         return "cos or sin is not a tensor"
+    if not m.val.dtype.is_floating_point:
+        return "it is not floating point"
     rank = x.dim()
     if any(not isinstance(d, int) or d % rank != rank - 1 for d in (m.dim, m.cat_dim)):
         return "the halves are not those of the last dim"

@@ -10,22 +10,53 @@ from torch import fx
 from graphopt.passes.base import Match, Spelling, rule, surely
 
 aten = torch.ops.aten
+LOW = (torch.float16, torch.bfloat16)
 
 
 @rule("canonical")
 def cast_before_view(x, shape, dtype):
-    """A cast of a view becomes a view of the cast, so that the cast stands beside its producer."""
+    """A narrowing cast of a view becomes a view of the cast, beside the op that made the value."""
     return aten.to.dtype(aten.view.default(x, shape), dtype)
+
+
+@cast_before_view.also
+def _cast_before_reshape(x, shape, dtype):
+    return aten.to.dtype(aten.reshape.default(x, shape), dtype)
+
+
+@cast_before_view.also
+def _cast_before_expand(x, shape, dtype):
+    return aten.to.dtype(aten.expand.default(x, shape), dtype)
+
+
+@cast_before_view.also
+def _cast_before_unsqueeze(x, dim, dtype):
+    return aten.to.dtype(aten.unsqueeze.default(x, dim), dtype)
+
+
+@cast_before_view.also
+def _cast_before_transpose(x, dim, other, dtype):
+    return aten.to.dtype(aten.transpose.int(x, dim, other), dtype)
 
 
 @cast_before_view.check
 def _(m: Match) -> str | None:
     x = m.tensor("x")
-    if x is None or not x.dtype.is_floating_point or not m.dtype.is_floating_point:
+    if x is None or x.dtype != torch.float32 or m.dtype not in LOW or m.x.op != "call_function":
         return ""
-    if m.x.op != "call_function":
-        return ""
-    return None if is_contiguous(x) else "its operand is not contiguous, and casts keep strides"
+    target = _view(m).target
+    if target is aten.view.default and not is_contiguous(x):
+        return "its operand is not contiguous, and a cast keeps strides"
+    # A cast of an expanded tensor is dense and the new form is not: only reshape takes both.
+    if target is aten.expand.default and any(
+        u.target is not aten.reshape.default for u in m.root.users
+    ):
+        return "the cast makes an expanded tensor dense, which is relied upon"
+    return None
+
+
+def _view(m: Match) -> fx.Node:
+    return next(n for n in m.nodes if n is not m.root)
 
 
 def is_contiguous(x: torch.Tensor) -> bool:
@@ -40,12 +71,17 @@ def is_contiguous(x: torch.Tensor) -> bool:
 
 @cast_before_view.replace
 def _(m: Match) -> fx.Node:
-    return m.call(aten.view.default, m.call(aten.to.dtype, m.x, m.dtype), m.shape)
+    view = _view(m)
+    return m.call(view.target, m.call(aten.to.dtype, m.x, m.dtype), *view.args[1:], **view.kwargs)
 
 
 @cast_before_view.spellings
 def _() -> Iterator[Spelling]:
-    yield lambda x: (x * 2).view(-1).to(torch.bfloat16), (torch.randn(3, 4),)
+    x, low = torch.randn(3, 4), torch.bfloat16
+    yield lambda x: (x * 2).view(-1).to(low), (x,)
+    yield lambda x: (x * 2).t().reshape(-1).to(low), (x,)
+    yield lambda x: (x * 2).transpose(0, 1).to(low), (x,)
+    yield lambda x: (x * 2)[None].expand(2, 3, 4).reshape(6, 4).to(low), (x,)
 
 
 @cast_before_view.refuses
@@ -54,5 +90,8 @@ def _() -> Iterator[Spelling]:
         y = (x * 2).view(-1)
         return y.to(torch.bfloat16), y
 
-    yield view_is_kept, (torch.randn(3, 4),)
-    yield lambda x: x.view(-1).to(torch.bfloat16), (torch.randn(3, 4),)
+    x = torch.randn(3, 4)
+    yield view_is_kept, (x,)
+    yield lambda x: x.view(-1).to(torch.bfloat16), (x,)
+    yield lambda x: (x * 2).view(-1).to(torch.float64), (x,)
+    yield lambda x: (x * 2)[None].expand(2, 3, 4).to(torch.bfloat16), (x,)
