@@ -161,7 +161,12 @@ Tensors = Mapping[str, "torch.Tensor | None"]
 
 
 def compare(
-    eager: Tensors, optimized: Tensors, reference64: Tensors, *, mean_counts: bool = True
+    eager: Tensors,
+    optimized: Tensors,
+    reference64: Tensors,
+    *,
+    mean_counts: bool = True,
+    precision: torch.dtype | None = None,
 ) -> Comparison:
     """Judge a step by the error contract.
 
@@ -171,6 +176,7 @@ def compare(
         optimized: the same names, from the optimized run.
         reference64: the same names, from a float64 run.
         mean_counts: whether the geometric mean is part of the verdict.
+        precision: count ulps in this dtype where it is coarser than a tensor's own.
 
     Raises:
         ValueError: when the three do not have the same names.
@@ -187,7 +193,7 @@ def compare(
     raw = [_measure(n, eager[n], optimized[n], reference64[n]) for n in eager]
     scales = _scales(raw)
     few = _median([m.error_eager / scales[m.name][0] for m in raw if m.judged])
-    tensors = tuple(_judge(m, *scales[m.name], few) for m in raw)
+    tensors = tuple(_judge(m, *scales[m.name], few, precision) for m in raw)
     logs = [math.log(t.ratio) for t in tensors if t.ratio > 0]
     mean = math.exp(sum(logs) / len(logs)) if logs and math.isfinite(sum(logs)) else 1.0
     if any(not math.isfinite(t.ratio) for t in tensors):
@@ -334,7 +340,14 @@ def _floor(eps: float, count: int, typical: float) -> float:
     return max(own, typical) if count <= FEW else own
 
 
-def _judge(m: _Measure, norm: float, peak: float, step: bool, typical: float) -> TensorError:
+def _judge(
+    m: _Measure,
+    norm: float,
+    peak: float,
+    step: bool,
+    typical: float,
+    precision: torch.dtype | None,
+) -> TensorError:
     """The relative errors of one tensor and its verdict."""
     dtype = "-" if m.dtype is None else str(m.dtype).removeprefix("torch.")
     eager, opt, between = (v / norm for v in (m.error_eager, m.error_optimized, m.difference))
@@ -342,7 +355,7 @@ def _judge(m: _Measure, norm: float, peak: float, step: bool, typical: float) ->
     if m.wrong is not None:
         ratio = math.inf
     elif m.judged and m.dtype is not None:
-        eps = torch.finfo(m.dtype).eps
+        eps = max(torch.finfo(d).eps for d in (m.dtype, precision or m.dtype))
         floor = _floor(eps, m.count, typical)
         ratio = max(opt, floor) / max(eager, floor)
         allowed = max(MAX_ABSOLUTE_RATIO * m.max_eager, MAX_ULPS * eps * peak)

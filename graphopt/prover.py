@@ -18,6 +18,7 @@ from graphopt.replay import (
     constant_values,
     drops_unseeded,
     forked_rng,
+    moved_rounding,
     probabilities,
     requiring_grad,
     run,
@@ -98,7 +99,8 @@ class Prover:
                 self.seed,
                 needs_grad,
             )
-            comparison = steps.compare(mean_counts=False)
+            precision = moved_rounding(before, values)
+            comparison = steps.compare(mean_counts=False, precision=precision)
             found = steps.verdict(self._changed_dropout(record), comparison)
         except Exception as error:  # whatever an op raises is told in the verdict
             self._unchecked(record, f"it failed to run alone: {_first_line(error)}")
@@ -277,13 +279,16 @@ class _Steps:
         optimized, eager64 = go(after, False, eager), go(before, True, eager)
         return _Steps(eager, optimized, eager64, eager64, go(after, True, eager))
 
-    def compare(self, *, mean_counts: bool = True) -> Comparison:
+    def compare(
+        self, *, mean_counts: bool = True, precision: torch.dtype | None = None
+    ) -> Comparison:
         """The errors of the two beside each other."""
         return compare(
             self.eager.tensors,
             self.optimized.tensors,
             self.eager64.tensors,
             mean_counts=mean_counts,
+            precision=precision,
         )
 
     def verdict(self, broken: str | None, comparison: Comparison) -> Verdict:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from graphopt.graph.body import CONSTANTS, Body, copy_graph
 from graphopt.graph.float64 import DOUBLE
+from graphopt.graph.ops import is_view
 
 SEED = 20_011
 """Value of every `draw_seed` and of the forked generators, unless told otherwise."""
@@ -353,3 +354,20 @@ def drops_unseeded(graph: fx.Graph) -> bool:
     return any(
         dropout_arguments(n) and not str(n.target).startswith("graphopt.") for n in graph.nodes
     )
+
+
+def moved_rounding(graph: fx.Graph, values: Sequence[Any]) -> torch.dtype | None:
+    """The coarsest dtype of a rewrite of casts and views alone, None for any other.
+
+    Such a rewrite moves a rounding step on purpose (a cast to bfloat16 goes above an expand, whose
+    gradient is then summed in bfloat16); no error below that dtype's ulp is a fault of it.
+    """
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    if not all(is_view(n) or n.target is torch.ops.aten.to.dtype for n in calls):
+        return None
+    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor)}
+    dtypes.update(
+        a for n in calls for a in (*n.args, *n.kwargs.values()) if isinstance(a, torch.dtype)
+    )
+    floats = [d for d in dtypes if d.is_floating_point]
+    return max(floats, key=lambda d: torch.finfo(d).eps, default=None)

@@ -79,7 +79,7 @@ def test_the_fault_is_named(fault: str) -> None:
     opt = optimized(Block().train(), x, planted(FAULTS[fault]))
     result = graphopt.verify(opt, x)
     assert {c.rule for c in result.wrong if c.kind == "local"} == {"planted_norm"}, repr(result)
-    with pytest.raises(graphopt.VerifyError, match="planted_norm at norms.0") as caught:
+    with pytest.raises(graphopt.VerifyError, match=r"planted_norm at norms\.0") as caught:
         result.check()
     assert "normalization.py" in str(caught.value)
 

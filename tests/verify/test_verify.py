@@ -211,3 +211,33 @@ def test_a_folded_constant_agrees_although_it_is_rounded(make_body: MakeBody) ->
     assert verify_body(body, work, [record], [torch.randn(8, 16)]).passed
     body.constants["c0"][3] *= 1 + 1e-6
     assert not verify_body(body, work, [record], [torch.randn(8, 16)]).passed
+
+
+class Repeated(nn.Module):
+    """Heads repeated and cast, as grouped attention does under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, None].expand(8, 4, 64).to(torch.bfloat16)
+
+
+def test_a_moved_cast_is_judged_in_its_own_precision(make_body: MakeBody) -> None:
+    body = make_body(Repeated(), torch.randn(8, 64))
+    graphs = []
+    for early in (False, True):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        steps = [(aten.unsqueeze.default, (1,)), (aten.expand.default, ([8, 4, 64],))]
+        steps.insert(0 if early else 2, (aten.to.dtype, (torch.bfloat16,)))
+        h = x
+        for target, args in steps:
+            h = graph.call_function(target, (h, *args))
+        graph.output((h,))
+        graphs.append(graph)
+    record = RewriteRecord(
+        0, "fusion", "early_cast", "local", (), ("x",), ("to",), ("to",), Site(), (), (),
+        reference=graphs[0], replacement=graphs[1],
+    )  # fmt: skip
+    result = verify_body(body, body, [record], [torch.randn(8, 64)])
+    gradient = result.checks[0].comparison.tensors[1]  # type: ignore[union-attr]
+    assert gradient.optimized > 100 * gradient.eager, "the sum is rounded to bfloat16"
+    assert result.checks[0].passed, repr(result)
