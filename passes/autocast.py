@@ -52,6 +52,14 @@ EXPLICIT = {"aten::to", "aten::_to_copy", "aten::type_as", "aten::detach", "aten
 MAX_DEPTH = 4
 """How deep composites are opened one inside another."""
 
+KEPT_WHOLE: dict[Any, torch.dtype | None] = {
+    aten.einsum.default: None,
+    aten.cross_entropy_loss.default: torch.float32,
+}
+"""Composites whose inner casts are the same as casts of all their operands, to the dtype named here
+or to the low precision: an einsum is permutations around one `bmm` a pair, a cross entropy a
+`log_softmax` and an `nll_loss` in float32. They stay one op, for the rules that look for them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MaterializeAutocast:
@@ -127,8 +135,8 @@ class _Writer:
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         seen = self._observe(node, args, kwargs, *region)
-        if seen.inside and node.target is aten.einsum.default:
-            seen = _einsum(node, args, seen, region[1])
+        if seen.inside and node.target in KEPT_WHOLE:
+            seen = _kept_whole(args, kwargs, seen, KEPT_WHOLE[node.target] or region[1])
         if seen.inside:
             self._open(node, depth, region)
             return
@@ -216,26 +224,24 @@ class _Writer:
                 why="its inner ops are cast under autocast, so it must be opened",
             )
         made, result = open_composite(node, self.editor, *region)
-        if not isinstance(result, fx.Node):
-            raise PassError(
-                f"{ops.op_name(node.target)} has several results", at=str(site_of(node))
-            )
-        before = dtypes_of(node.meta.get("val"))
-        self.editor.replace_uses(node, result)
-        self.editor.erase([node])
+        pairs = [(node, result)]
+        if not isinstance(result, fx.Node):  # users are getitems of the tuple
+            pairs = [(user, result[user.args[1]]) for user in node.users]
+        befores = [dtypes_of(old.meta.get("val")) for old, _ in pairs]
+        for old, new in pairs:
+            self.editor.replace_uses(old, new)
+        self.editor.erase({node, *(old for old, _ in pairs)})
         for inner in made:
             self.write(inner, depth + 1)
-        (self.recast.add if dtypes_of(result.meta["val"]) != before else self.recast.discard)(
-            result
-        )
+        for (_, new), before in zip(pairs, befores, strict=True):
+            self.recast.discard(new)
+            if dtypes_of(new.meta["val"]) != before:
+                self.recast.add(new)
 
 
-def _einsum(node: fx.Node, args: Any, seen: Observation, dtype: torch.dtype) -> Observation:
-    """An einsum is permutations around one `bmm` for each pair: its operands are cast low.
-
-    (It traces to itself, so it cannot be opened like other composites.)
-    """
-    flat = tree_leaves((args, dict(node.kwargs)))
+def _kept_whole(args: Any, kwargs: Any, seen: Observation, dtype: torch.dtype) -> Observation:
+    """The casts of a composite that is to stay one op."""
+    flat = tree_leaves((args, kwargs))
     casts = {i: dtype for i, v in enumerate(flat) if is_float(v) and v.dtype != dtype}
     return Observation(casts, None, seen.dtypes)
 
@@ -257,7 +263,8 @@ def open_composite(
     def call(*given: Any) -> Any:
         values = dict(zip(sources, given, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        return node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
+        with torch._C.DisableTorchFunction():  # else the tracer sees the composite itself
+            return node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
 
     try:
         with casting(kind, dtype), torch.no_grad():
@@ -276,18 +283,26 @@ def open_composite(
             env[inner] = next(feed)
         elif inner.op == "output":
             return made, fx.node.map_arg(inner.args[0], env.__getitem__)
-        elif inner.op != "call_function" or ops.is_mutating(inner):
+        elif inner.op != "call_function":
             raise PassError(
-                f"the inside of {ops.op_name(node.target)} is not functional",
+                f"the inside of {ops.op_name(node.target)} holds a {inner.op}",
                 at=str(site_of(node)),
-                why=f"it holds {inner.op} {inner.target}",
             )
         else:
             args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), env.__getitem__)
+            target = _out_of_place(inner.target) if ops.is_mutating(inner) else inner.target
             with casting(kind, dtype):
-                env[inner] = editor.call(inner.target, *args, before=node, like=node, **kwargs)
+                env[inner] = editor.call(target, *args, before=node, like=node, **kwargs)
             made.append(env[inner])
+            if target is not inner.target:  # what was written in place is the new value from here
+                env[inner.args[0]] = env[inner]
     raise PassError(f"{ops.op_name(node.target)} has no result", at=str(site_of(node)))
+
+
+def _out_of_place(target: Any) -> Any:
+    """The pure form of an in-place op: `masked_fill_` -> `masked_fill`."""
+    name = target._schema.name.rpartition("::")[2]
+    return getattr(getattr(aten, name.removesuffix("_")), target._overloadname)
 
 
 def _like(value: Any) -> Any:

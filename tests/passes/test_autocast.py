@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphopt.graph.body import Body
+from graphopt.graph.edit import Editor
+from graphopt.graph.ops import is_mutating
 from graphopt.numerics import compare
 from graphopt.passes import Log
-from graphopt.passes.autocast import MaterializeAutocast, materialize_autocast
+from graphopt.passes.autocast import MaterializeAutocast, materialize_autocast, open_composite
 from graphopt.passes.observe import casting
 from graphopt.step import step
 
@@ -121,6 +123,21 @@ def test_values_and_gradients_are_those_under_autocast(name: str, device: str) -
     assert work.output.args[0][0].meta["val"].dtype == result.dtype
     found = compare(eager.tensors, written.tensors, exact.tensors, mean_counts=False)
     assert found.passed, repr(found)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "smoothed", "einsum"])
+def test_a_composite_can_be_opened(name: str) -> None:
+    x = torch.randn(8, 8)
+    body = body_of(Call(CALLS[name], "cpu"), x)
+    node = list(body.graph.nodes)[-2]
+    made, result = open_composite(node, Editor(body.graph, "test"), "cpu", BF16)
+    expected = step(body.graph, body.attribute, [x], ["x"], autocast={"cpu": BF16})
+    node.replace_all_uses_with(result)
+    body.graph.erase_node(node)
+    assert len(made) > 1
+    assert not any(is_mutating(n) for n in body.graph.nodes)
+    found = step(body.graph, body.attribute, [x], ["x"], autocast={"cpu": BF16})
+    torch.testing.assert_close(found.tensors, expected.tensors, rtol=2e-2, atol=2e-2)
 
 
 class Shared(nn.Module):
