@@ -1,6 +1,6 @@
 """The passes: `PIPELINE` is read top to bottom; each takes a valid graph and leaves a valid one."""
 
-from graphopt.passes.base import REGISTRY, Log, Match, Pass, Rule, rule
+from graphopt.passes.base import Log, Pass
 from graphopt.passes.pipeline import (
     PassOptions,
     PipelineResult,
@@ -10,6 +10,7 @@ from graphopt.passes.pipeline import (
     run_pipeline,
     select_rules,
 )
+from graphopt.passes.rule import REGISTRY, Match, Rule, rule
 from graphopt.passes.seed import seed_dropouts
 
 __all__ = [

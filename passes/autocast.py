@@ -276,7 +276,7 @@ def open_composite(
             why=f"{type(error).__name__}: {error}",
         ) from error
     env: dict[fx.Node, Any] = {}
-    made = []
+    made: list[fx.Node] = []
     feed = iter(sources)
     for inner in traced.nodes:
         if inner.op == "placeholder":

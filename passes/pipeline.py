@@ -18,8 +18,10 @@ from graphopt.graph import lint
 from graphopt.graph.body import Body
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import ir_text
-from graphopt.passes.base import REGISTRY, ApplyRules, Log, Pass, Rule, Timer
+from graphopt.passes.apply import ApplyRules
+from graphopt.passes.base import Log, Pass, Timer
 from graphopt.passes.clean import Clean
+from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
 
 RULE_MODULES = (

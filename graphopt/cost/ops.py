@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from operator import getitem
 
 import torch
 from torch import fx
@@ -27,13 +28,17 @@ class Cost:
 
 
 def node_cost(node: fx.Node) -> Cost:
-    """Cost of one node: its operands read once, its results written once; a view is free.
+    """Cost of one node: its operands read once, its results written once.
+
+    Views, sizes, items of a tuple and the seed are free.
 
     Example:
         >>> node_cost(fx.Graph().placeholder("x"))
         Cost(bytes=0, flops=0)
     """
-    if node.op != "call_function" or ops.is_symbolic(node) or ops.is_view(node):
+    if node.op != "call_function" or node.target is getitem:
+        return Cost(0, 0)
+    if ops.is_symbolic(node) or ops.is_view(node) or ops.is_draw_seed(node):
         return Cost(0, 0)
     moved = nbytes(node.meta.get("val"))
     moved += sum(nbytes(n.meta.get("val")) for n in node.all_input_nodes)

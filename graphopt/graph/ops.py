@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 # Unseeded draws from torch's generator. The dispatcher's own tag misses the composites among them
 # (aten.dropout, scaled_dot_product_attention with a dropout probability), so both are asked.
-_RANDOM_COMPOSITES = {
+_RANDOM_COMPOSITES: dict[Any, int] = {
     aten.dropout.default: 1,
     aten.alpha_dropout.default: 1,
     aten.feature_dropout.default: 1,
@@ -134,7 +134,11 @@ def is_view(node: fx.Node) -> bool:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     if node.target in _CASTS:
         x, y = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-        return not isinstance(x, torch.Tensor) or (x.dtype, x.device) == (y.dtype, y.device)
+        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+            return True
+        return (x.dtype, x.device) == (y.dtype, y.device)
+    if node.target in _RANDOM_COMPOSITES and is_random(node):
+        return False
     return _declares_view(node.target) or node.target in _MAYBE_ALIASES
 
 

@@ -88,7 +88,7 @@ class Pattern:
 class _PatternTracer(fx.Tracer):
     """Traces a free function of its own parameters, defaults ignored."""
 
-    def trace(self, root: Callable[..., Any], concrete_args: Any = None) -> fx.Graph:  # type: ignore[override]
+    def trace(self, root: Callable[..., Any], concrete_args: Any = None) -> fx.Graph:
         self.root = _EMPTY
         self.graph = fx.Graph(tracer_cls=type(self))
         self.tensor_attrs: dict[Any, str] = {}

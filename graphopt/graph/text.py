@@ -60,7 +60,7 @@ def ir_text(body: Body) -> str:
             names[node] = str(node.target)
             continue
         if node.op == "output":
-            outs = ", ".join(_value(a, names) for a in node.args[0])  # type: ignore[union-attr]
+            outs = ", ".join(_value(a, names) for a in node.args[0])
             lines.append(f"return ({outs})")
             continue
         names[node] = f"%{len(lines)}"
@@ -235,7 +235,8 @@ def _unpacked(node: fx.Node) -> list[fx.Node] | None:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)) or len(value) < 2:
         return None
-    items, item = [], node.next
+    items: list[fx.Node] = []
+    item = node.next
     while item.target is operator.getitem and item.args == (node, len(items)):
         items.append(item)
         item = item.next

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.graph.pattern import either
-from graphopt.passes.base import Match, Spelling, rule
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt

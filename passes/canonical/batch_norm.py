@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from graphopt.graph.facts import nbytes
 from graphopt.graph.pattern import either
-from graphopt.passes.base import Match, Spelling, rule
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt

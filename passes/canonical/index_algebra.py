@@ -100,7 +100,7 @@ def _constant(value: Callable[[fx.Node], Any]) -> Callable[..., Expr]:
 
 def _elementwise(function: Callable[..., Expr]) -> Callable[..., Expr]:
     def element(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-        left, right = (a.broadcast(arg, where) for arg in node.args[:2])
+        left, right = (a.broadcast(arg, where) for arg in ops.arguments(node)[:2])
         return function(left, right)
 
     return element
@@ -109,7 +109,7 @@ def _elementwise(function: Callable[..., Expr]) -> Callable[..., Expr]:
 def _sum(sign: int) -> Callable[..., Expr]:
     def element(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
         alpha = ops.argument(node, "alpha")
-        left, right = (_number(a.broadcast(arg, where)) for arg in node.args[:2])
+        left, right = (_number(a.broadcast(arg, where)) for arg in ops.arguments(node)[:2])
         return left + sign * size_expr(alpha) * right
 
     return element
@@ -142,7 +142,7 @@ def _logic(function: Any) -> Callable[..., Expr]:
     def element(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
         if node.meta["val"].dtype != torch.bool:
             raise OpaqueError(f"{node.name} works on the bits of integers")
-        return function(*(_truth(a.broadcast(arg, where)) for arg in node.args[:2]))
+        return function(*(_truth(a.broadcast(arg, where)) for arg in ops.arguments(node)[:2]))
 
     return element
 
@@ -150,16 +150,16 @@ def _logic(function: Any) -> Callable[..., Expr]:
 def _negation(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     if node.meta["val"].dtype != torch.bool:
         raise OpaqueError(f"{node.name} works on the bits of integers")
-    return sympy.Not(_truth(a.at(node.args[0], where)))
+    return sympy.Not(_truth(a.at(ops.arguments(node)[0], where)))
 
 
 def _same(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    return a.at(node.args[0], where)
+    return a.at(ops.arguments(node)[0], where)
 
 
 def _cast(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    x, dtype = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
-    value = a.at(node.args[0], where)
+    x, dtype = ops.arguments(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    value = a.at(ops.arguments(node)[0], where)
     if dtype == torch.bool:
         return _truth(value)
     if x == torch.bool or (not x.is_floating_point and dtype == torch.int64):
@@ -170,19 +170,19 @@ def _cast(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
 
 
 def _unsqueeze(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    dim = node.args[1] % node.meta["val"].dim()  # type: ignore[operator]
-    return a.at(node.args[0], where[:dim] + where[dim + 1 :])
+    dim = ops.arguments(node)[1] % node.meta["val"].dim()
+    return a.at(ops.arguments(node)[0], where[:dim] + where[dim + 1 :])
 
 
 def _expand(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    return a.broadcast(node.args[0], where)
+    return a.broadcast(ops.arguments(node)[0], where)
 
 
 def _repeat(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    x, times = node.args
-    sizes = x.meta["val"].shape  # type: ignore[union-attr]
+    x, times = ops.arguments(node)
+    sizes = x.meta["val"].shape
     inner = where[len(where) - len(sizes) :]
-    counts = list(times)[len(where) - len(sizes) :]  # type: ignore[arg-type]
+    counts = list(times)[len(where) - len(sizes) :]
     moved = []
     for size, count, c in zip(sizes, counts, inner, strict=True):
         if size != 1 and count != 1:
@@ -194,9 +194,9 @@ def _repeat(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
 def _transpose(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     rank = len(where)
     order = list(where)
-    i, j = (d % rank for d in node.args[1:3])  # type: ignore[operator]
+    i, j = (d % rank for d in ops.arguments(node)[1:3])
     order[i], order[j] = order[j], order[i]
-    return a.at(node.args[0], tuple(order))
+    return a.at(ops.arguments(node)[0], tuple(order))
 
 
 def _slice(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
@@ -205,7 +205,7 @@ def _slice(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     if isinstance(start, int) and start < 0:
         raise OpaqueError(f"{node.name} slices from the end")
     moved = size_expr(start or 0) + size_expr(step) * where[dim]
-    return a.at(node.args[0], (*where[:dim], moved, *where[dim + 1 :]))
+    return a.at(ops.arguments(node)[0], (*where[:dim], moved, *where[dim + 1 :]))
 
 
 def _select(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
@@ -213,15 +213,15 @@ def _select(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
     dim = dim % (len(where) + 1)
     if isinstance(index, int) and index < 0:
         raise OpaqueError(f"{node.name} selects from the end")
-    return a.at(node.args[0], (*where[:dim], size_expr(index), *where[dim:]))
+    return a.at(ops.arguments(node)[0], (*where[:dim], size_expr(index), *where[dim:]))
 
 
 def _index(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    x, indices = node.args
-    shape = x.meta["val"].shape  # type: ignore[union-attr]
-    if len(indices) != len(shape) or any(i is None for i in indices):  # type: ignore[arg-type]
+    x, indices = ops.arguments(node)
+    shape = x.meta["val"].shape
+    if len(indices) != len(shape) or any(i is None for i in indices):
         raise OpaqueError(f"{node.name} indexes only some dims")
-    return a.at(x, tuple(a.broadcast(i, where) for i in indices))  # type: ignore[union-attr]
+    return a.at(x, tuple(a.broadcast(i, where) for i in indices))
 
 
 def _diff(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
@@ -249,8 +249,8 @@ def _diff(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
 
 
 def _cumsum(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    x, dim = node.args[:2]
-    dim = dim % len(where)  # type: ignore[operator]
+    x, dim = ops.arguments(node)[:2]
+    dim = dim % len(where)
     value = _number(a.at(x, where))
     if (
         value.free_symbols & where[dim].free_symbols
@@ -262,14 +262,14 @@ def _cumsum(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
 
 
 def _where(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
-    condition = _truth(a.broadcast(node.args[0], where))
+    condition = _truth(a.broadcast(ops.arguments(node)[0], where))
     if condition is sympy.true:
-        return a.broadcast(node.args[1], where)
+        return a.broadcast(ops.arguments(node)[1], where)
     if condition is sympy.false:
-        return a.broadcast(node.args[2], where)
+        return a.broadcast(ops.arguments(node)[2], where)
     return sympy.Piecewise(
-        (_number(a.broadcast(node.args[1], where)), condition),
-        (_number(a.broadcast(node.args[2], where)), True),
+        (_number(a.broadcast(ops.arguments(node)[1], where)), condition),
+        (_number(a.broadcast(ops.arguments(node)[2], where)), True),
     )
 
 
@@ -277,7 +277,7 @@ def _triangle(relation: Any) -> Callable[..., Expr]:
     def element(a: Algebra, node: fx.Node, where: Coordinates) -> Expr:
         _, diagonal = ops.arguments(node)
         kept = relation(where[-1] - where[-2] - size_expr(diagonal), 0)
-        value = a.at(node.args[0], where)
+        value = a.at(ops.arguments(node)[0], where)
         if node.meta["val"].dtype == torch.bool:
             return sympy.And(_truth(value), kept)
         if value in (0, 1):
@@ -297,14 +297,14 @@ _HANDLERS: dict[Any, Callable[[Algebra, fx.Node, Coordinates], Expr]] = {
     aten.new_zeros.default: _constant(lambda n: 0),
     aten.ones_like.default: _constant(lambda n: 1),
     aten.zeros_like.default: _constant(lambda n: 0),
-    aten.full.default: _constant(lambda n: n.args[1]),
-    aten.new_full.default: _constant(lambda n: n.args[2]),
-    aten.full_like.default: _constant(lambda n: n.args[1]),
-    aten.scalar_tensor.default: _constant(lambda n: n.args[0]),
+    aten.full.default: _constant(lambda n: ops.arguments(n)[1]),
+    aten.new_full.default: _constant(lambda n: ops.arguments(n)[2]),
+    aten.full_like.default: _constant(lambda n: ops.arguments(n)[1]),
+    aten.scalar_tensor.default: _constant(lambda n: ops.arguments(n)[0]),
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
     aten.mul.Tensor: _elementwise(lambda x, y: _number(x) * _number(y)),
-    aten.neg.default: lambda a, n, w: -_number(a.at(n.args[0], w)),
+    aten.neg.default: lambda a, n, w: -_number(a.at(ops.arguments(n)[0], w)),
     aten.le.Tensor: _compare(sympy.Le),
     aten.le.Scalar: _compare(sympy.Le),
     aten.lt.Tensor: _compare(sympy.Lt),
@@ -323,7 +323,7 @@ _HANDLERS: dict[Any, Callable[[Algebra, fx.Node, Coordinates], Expr]] = {
     aten.__or__.Tensor: _logic(sympy.Or),
     aten.bitwise_or.Tensor: _logic(sympy.Or),
     aten.logical_or.default: _logic(sympy.Or),
-    aten.logical_not.default: lambda a, n, w: sympy.Not(_truth(a.at(n.args[0], w))),
+    aten.logical_not.default: lambda a, n, w: sympy.Not(_truth(a.at(ops.arguments(n)[0], w))),
     aten.bitwise_not.default: _negation,
     aten.to.dtype: _cast,
     aten.to.dtype_layout: _cast,

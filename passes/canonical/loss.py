@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from graphopt.passes.base import Match, Spelling, rule
 from graphopt.passes.canonical.activation import floating
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from graphopt.passes.base import Match, Spelling, rule, same_shape, surely
+from graphopt.passes.base import same_shape, surely
 from graphopt.passes.canonical.index_algebra import mask_kind
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from graphopt.graph.pattern import either
-from graphopt.passes.base import Match, Spelling, rule, surely
+from graphopt.passes.base import surely
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt

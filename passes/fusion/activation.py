@@ -11,8 +11,9 @@ from torch import fx, nn
 
 from graphopt.graph import ops
 from graphopt.graph.pattern import either
-from graphopt.passes.base import Match, Spelling, rule, surely
+from graphopt.passes.base import surely
 from graphopt.passes.canonical.activation import widened
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt
@@ -30,7 +31,7 @@ def activation(x: Any) -> Any:
     )
 
 
-_NAMES = {
+_NAMES: dict[Any, str] = {
     aten.relu.default: "relu",
     aten.silu.default: "silu",
     aten.tanh.default: "tanh",

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from graphopt.graph.pattern import either
-from graphopt.passes.base import Match, Spelling, rule
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt

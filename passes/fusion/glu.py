@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from graphopt.passes.base import Match, Spelling, rule, same_shape
+from graphopt.passes.base import same_shape
 from graphopt.passes.fusion.activation import activation, activation_name
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphopt.graph.facts import Facts, concrete
-from graphopt.passes.base import Match, Spelling, rule
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 LOW = (torch.float16, torch.bfloat16)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from graphopt.graph.pattern import either
-from graphopt.passes.base import Match, Spelling, rule, same_shape
+from graphopt.passes.base import same_shape
 from graphopt.passes.canonical.norm import row_weight
 from graphopt.passes.fusion.activation import activation, activation_name
+from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt

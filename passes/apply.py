@@ -1,0 +1,192 @@
+"""The pass that applies rules: where each may fire, what it replaces, and the record of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from graphopt.cost.ops import nodes_cost
+from graphopt.errors import GraphOptError, PassError
+from graphopt.graph import ops
+from graphopt.graph.body import Body
+from graphopt.graph.edit import Editor
+from graphopt.graph.pattern import Bindings, Matcher, Pattern
+from graphopt.graph.record import Refusal, RewriteRecord, site_of
+from graphopt.passes.base import Log, same_shape
+from graphopt.passes.rule import Match, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyRules:
+    """The pass that applies rules until none fires, the largest pattern first.
+
+    Attributes:
+        family: name of the pass in records.
+        rules: the rules to apply.
+        rounds: how often all rules are tried again after one fired.
+    """
+
+    family: str
+    rules: tuple[Rule, ...]
+    rounds: int = 4
+
+    @property
+    def name(self) -> str:
+        """The family's name."""
+        return self.family
+
+    def order(self) -> list[tuple[Pattern, Rule]]:
+        """Patterns as they are tried: larger ones first, save where a rule goes before others."""
+        largest = {r.name: max(p.size for p in r.patterns) for r in self.rules}
+
+        def rank(pair: tuple[Pattern, Rule]) -> int:
+            pattern, r = pair
+            return max([pattern.size, *(largest[n] + 1 for n in r.before if n in largest)])
+
+        return sorted(((p, r) for r in self.rules for p in r.patterns), key=lambda t: -rank(t))
+
+    def run(self, body: Body, log: Log) -> None:
+        """Apply the rules."""
+        tries = self.order()
+        for _ in range(self.rounds):
+            index: dict[Any, list[fx.Node]] = {}
+            for node in body.graph.nodes:
+                if node.op == "call_function":
+                    index.setdefault(node.target, []).append(node)
+            before = len(log.rewrites)
+            for pattern, r in tries:
+                for target in pattern.targets:
+                    for node in index.get(target, ()):
+                        if not log.room:
+                            return
+                        if not node._erased and pattern.may_match(node):
+                            made = apply_rule(r, pattern, node, body, log, self.name)
+                            for new in made:
+                                index.setdefault(new.target, []).append(new)
+            if len(log.rewrites) == before:
+                return
+
+
+def apply_rule(
+    r: Rule, pattern: Pattern, root: fx.Node, body: Body, log: Log, pass_name: str
+) -> list[fx.Node]:
+    """Try one rule at one node; returns the nodes that it made.
+
+    A match that fails late is kept in the log as a refusal when it bound more than half of the
+    pattern; a structure that matched wholly but was refused is always kept.
+
+    Raises:
+        PassError: when the rule's own code raises.
+    """
+    matcher = Matcher(pattern)
+    found: list[Match] = []
+
+    def accept(bound: Bindings) -> str | None:
+        m = Match(r, pattern, bound, body)
+        reason = m.inside_use() or m.mixed_regions()
+        for check in [] if reason else r.checks:
+            reason = _guarded(r, root, check, m)
+            if reason is not None:
+                return reason
+        if reason is None and m.insertion_point() is None:
+            reason = "an input is computed only after a result is already used"
+        if reason is None:
+            found.append(m)
+        return reason
+
+    if matcher.match(root, accept) is None:
+        miss = matcher.miss
+        if miss.reason is not None or miss.matched * 2 > pattern.size > 3:
+            site = site_of(root)
+            log.refuse(Refusal(r.name, str(miss), site, root.name, miss.matched, pattern.size))
+        return []
+    log.refusals.pop((r.name, root.name), None)
+    return _replace(found[-1], log, pass_name)
+
+
+def _guarded(r: Rule, root: fx.Node, function: Callable[[Match], Any], m: Match) -> Any:
+    """Run a rule's own code; what it raises names the rule and the place."""
+    try:
+        return function(m)
+    except GraphOptError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"rule {r.name} raised {type(error).__name__}: {error}",
+            at=str(site_of(root)),
+            why=f"its code in {r.module} failed on {root.name}; the model is as it was",
+            try_=f"rules='default,-{r.name}' switches it off",
+        ) from error
+
+
+def _replace(m: Match, log: Log, pass_name: str) -> list[fx.Node]:
+    r = m.rule
+    assert r.replacement is not None, f"rule {r.name} has no replacement"
+    inputs, old, site = m.inputs, m.nodes, site_of(m.root)
+    cost_before = nodes_cost(old).bytes
+    m.open()
+    result = _guarded(r, m.root, r.replacement, m)
+    new = result if isinstance(result, tuple) else (result,)
+    _check_results(m, new)
+    for extra in (n for node in m.created for n in node.all_input_nodes):
+        if extra not in inputs and extra not in m.created:
+            inputs.append(extra)
+    names = tuple(n.name for n in m.outputs)
+    record = RewriteRecord(
+        ordinal=len(log.rewrites),
+        pass_name=pass_name,
+        rule=r.name,
+        kind="local",
+        nodes=tuple(n.name for n in old),
+        inputs=tuple(n.name for n in inputs),
+        outputs=names,
+        new_outputs=tuple(n.name for n in new),
+        site=site,
+        ops_before=tuple(ops.op_name(n.target) for n in old),
+        ops_after=tuple(ops.op_name(n.target) for n in m.created),
+        bytes_before=cost_before,
+        bytes_after=nodes_cost(m.created).bytes,
+        reference=lift(old, inputs, m.outputs),
+        replacement=lift(m.created, inputs, new),
+    )
+    editor = Editor(m.body.graph, r.name)
+    for before, after in zip(m.outputs, new, strict=True):
+        if before is not after:
+            editor.replace_uses(before, after)
+    editor.erase(old)
+    log.rewrites.append(record)
+    return [n for n in m.created if not n._erased]
+
+
+def _check_results(m: Match, new: tuple[Any, ...]) -> None:
+    """A replacement must have the shape and dtype of what it replaces."""
+    if len(new) != len(m.outputs):
+        raise PassError(
+            f"rule {m.rule.name} returned {len(new)} values for {len(m.outputs)} results",
+            at=str(site_of(m.root)),
+        )
+    for before, after in zip(m.outputs, new, strict=True):
+        a, b = before.meta["val"], after.meta["val"]
+        if a.dtype != b.dtype or not same_shape(a, b):
+            raise PassError(
+                f"rule {m.rule.name} gives {b.dtype}{list(b.shape)} where the model has "
+                f"{a.dtype}{list(a.shape)}",
+                at=str(site_of(before)),
+                try_=f"rules='default,-{m.rule.name}' switches the rule off",
+            )
+
+
+def lift(nodes: list[fx.Node], inputs: list[fx.Node], outputs: tuple[fx.Node, ...]) -> fx.Graph:
+    """Some nodes as a graph of their own: placeholders for the inputs, a tuple of outputs."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[n] for n in outputs))
+    return graph
