@@ -227,13 +227,13 @@ class _Writer:
         pairs = [(node, result)]
         if not isinstance(result, fx.Node):  # users are getitems of the tuple
             pairs = [(user, result[user.args[1]]) for user in node.users]
-        befores = [dtypes_of(old.meta.get("val")) for old, _ in pairs]
+        wanted = [dtypes_of(old.meta.get("val")) for old, _ in pairs]
         for old, new in pairs:
             self.editor.replace_uses(old, new)
         self.editor.erase({node, *(old for old, _ in pairs)})
         for inner in made:
             self.write(inner, depth + 1)
-        for (_, new), before in zip(pairs, befores, strict=True):
+        for (_, new), before in zip(pairs, wanted, strict=True):
             self.recast.discard(new)
             if dtypes_of(new.meta["val"]) != before:
                 self.recast.add(new)
