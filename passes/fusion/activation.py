@@ -47,9 +47,9 @@ def activation_name(node: fx.Node) -> str | None:
 
 
 def bias_of_row(bias: torch.Tensor | None, out: torch.Tensor) -> str | None:
-    """Why a bias is not one value for each position of the last dim, or None."""
+    """Why a bias is not one value for each position of the last dim, or None; "" without one."""
     if bias is None:
-        return "there is no bias"
+        return ""
     if bias.dim() != 1 or not surely(bias.shape[0] == out.shape[-1]):
         return f"the bias has shape {list(bias.shape)}, the last dim has {out.shape[-1]}"
     if bias.dtype != out.dtype:
