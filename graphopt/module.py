@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from graphopt.capture import signature as sig
 from graphopt.capture.entry import Compiled, Entry
-from graphopt.capture.key import GraphKey, StateGuard, ambient, leaf_facts
+from graphopt.capture.key import GraphKey, ambient, leaf_facts
 from graphopt.capture.shadow import SOURCE_OF
 from graphopt.capture.store import GraphStore, Recapture, Settings
 from graphopt.errors import CaptureError, GraphOptError
@@ -43,7 +43,6 @@ _OWN = frozenset(
     {
         SOURCE_OF,
         "_store",
-        "_guard",
         "_settings",
         "_compile_body",
         "_compiled_call_impl",
@@ -93,7 +92,6 @@ class GraphoptModule(fx.GraphModule):
         del self.__dict__["_is_full_backward_hook"]  # the source's, as its hooks are
         self._settings = settings or Settings()
         self._compile_body = compile_body
-        self._guard = StateGuard(source)
         self._store = GraphStore(source, self._settings, compile_body)
 
     # ---- calls
@@ -104,13 +102,15 @@ class GraphoptModule(fx.GraphModule):
         try:
             structure = sig.flatten((args, kwargs), leaves)
         except CaptureError as error:
-            return store.fallback(error).call(leaves, args, kwargs)
-        key = GraphKey(self._guard.number(), ambient(), structure, leaf_facts(leaves))
+            return store.fallback(error).call([], leaves, args, kwargs)
+        key = GraphKey(self.source.training, ambient(), structure, leaf_facts(leaves))
         entry = store.exact.get(key)
-        if entry is None:
+        state = entry.state() if entry is not None else None
+        while entry is None or state is None:  # again where another thread changes the state
             entry = store.find(key, args, kwargs)
+            state = entry.state()
         store.last = entry if isinstance(entry, Entry) else store.last
-        return entry.call(leaves, args, kwargs)
+        return entry.call(state, leaves, args, kwargs)
 
     def capture(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Entry | None:
         """Capture the graph for these arguments in the present mode, without running it.
@@ -125,8 +125,8 @@ class GraphoptModule(fx.GraphModule):
         args, kwargs = tuple(args), kwargs or {}
         leaves: list[torch.Tensor] = []
         structure = sig.flatten((args, kwargs), leaves)
-        key = GraphKey(self._guard.number(), ambient(), structure, leaf_facts(leaves))
-        entry = self._store.exact.get(key) or self._store.find(key, args, kwargs)
+        key = GraphKey(self.source.training, ambient(), structure, leaf_facts(leaves))
+        entry = self._store.find(key, args, kwargs)
         if not isinstance(entry, Entry):
             return None
         self._store.last = entry

@@ -12,7 +12,9 @@ from torch import nn
 
 from graphopt.capture import signature as sig
 from graphopt.capture.export import Capture
+from graphopt.capture.guard import Guard, modules_of
 from graphopt.capture.key import GraphKey
+from graphopt.capture.watch import hook_dicts
 from graphopt.emit import ParamRef, Program
 from graphopt.errors import GraphoptWarning
 from graphopt.graph.body import Body
@@ -48,13 +50,23 @@ class Eager:
 
     def __init__(self, source: nn.Module) -> None:
         self.source = source
+        self._hooks = hook_dicts(modules_of(source))
+        self._hooked = any(self._hooks)
 
     def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Every size: what cannot be captured at one size cannot be at another."""
         return True
 
+    def state(self) -> list[torch.Tensor] | None:
+        """Nothing; None once the hooks that stood in the way are gone."""
+        return None if self._hooked and not any(self._hooks) else []
+
     def call(
-        self, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: list[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run the source."""
         return eager_forward(self.source)(*args, **kwargs)
@@ -67,6 +79,8 @@ class Entry:
         capture: what was captured (its body is the graph before the passes).
         compiled: the body after the passes, and their record.
         program: the compiled function of that body.
+        state: checks that the graph is right for the state of the module now, and reads the
+            tensors that `call` takes; None where it is not.
         shapes: the sizes it was captured with.
     """
 
@@ -78,7 +92,8 @@ class Entry:
         mode = "train" if body.training else "eval"
         self.program = Program(body, f"{label} {mode}")
         self._function = self.program.function
-        self._cells = [(r.owner, r.name) for r in self.program.refs]
+        self.guard = Guard(capture.body.root, capture.places, self.program.refs)
+        self.state = self.guard.state
         self._outputs = capture.outputs
         self._count = body.user_outputs
         # a pass that wrote the casts into the graph empties the body's autocast; until one did,
@@ -103,11 +118,16 @@ class Entry:
         return guards.broken(shapes) is None
 
     def call(
-        self, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: list[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Run the graph: read the state, run the body, write what it mutates, build the result.
+        """Run the graph: run the body, write what it mutates, build the result.
 
         Args:
+            state: what `state()` returned just now.
             leaves: the tensor arguments, in order.
             args: the arguments as given, for a call whose arguments overlap in memory.
             kwargs: likewise.
@@ -120,7 +140,6 @@ class Entry:
                 3,
             )
             return eager_forward(self.compiled.body.root)(*args, **kwargs)
-        state = [d[n] for d, n in self._cells]
         if self._autocast:
             values = self._without_autocast(state, leaves)
         else:

@@ -19,6 +19,8 @@ from graphopt.capture.assigned import Attributes
 from graphopt.capture.failure import convert
 from graphopt.capture.functionalize import functionalize
 from graphopt.capture.normalize import normalize
+from graphopt.capture.places import Places
+from graphopt.capture.reads import Reads
 from graphopt.capture.shadow import shadow_of
 from graphopt.capture.symbols import ShapeGuards
 from graphopt.capture.watch import refuse_checkpointing, refuse_hooks, watching
@@ -47,6 +49,7 @@ class Capture:
         returned: position of a user output -> (kind, target), where eager returns the very input
             or state tensor that it wrote to.
         guards: what must hold of the sizes at a call; None when all sizes are fixed.
+        places: the Python state that the forward read.
         export_seconds: time inside `torch.export`.
         seconds: time of the whole capture.
     """
@@ -57,6 +60,7 @@ class Capture:
     names: list[str]
     returned: dict[int, tuple[str, str]]
     guards: ShapeGuards | None
+    places: Places
     export_seconds: float
     seconds: float
 
@@ -102,7 +106,7 @@ def capture(
     refuse_checkpointing(module)
     refuse_hooks(module)
     with LOCK:
-        program, outputs, seconds = _export(module, inputs, leaves, dynamic or {})
+        program, outputs, places, seconds = _export(module, inputs, leaves, dynamic or {})
         grad = torch.is_grad_enabled()
         tracked = [leaf.requires_grad for leaf in leaves]
         flat = normalize(program, module, names, tracked, grad)
@@ -122,7 +126,7 @@ def capture(
     guards = ShapeGuards.of(pure.graph) if dynamic else None
     total = time.perf_counter() - started
     logger.info("%s: %.2f s export, %.2f s in all", type(module).__name__, seconds, total)
-    return Capture(body, inputs, outputs, names, pure.returned, guards, seconds, total)
+    return Capture(body, inputs, outputs, names, pure.returned, guards, places, seconds, total)
 
 
 def _export(
@@ -130,8 +134,12 @@ def _export(
     inputs: sig.Structure,
     leaves: list[torch.Tensor],
     dynamic: dict[int, set[int]],
-) -> tuple[Any, sig.Structure, float]:
-    """Run `torch.export` on a shadow; returns the program, the result's structure and seconds."""
+) -> tuple[Any, sig.Structure, Places, float]:
+    """Run `torch.export` on a shadow.
+
+    Returns:
+        The program, the structure of the result, what the forward read, and seconds.
+    """
     found: list[sig.Structure] = []
 
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
@@ -139,14 +147,17 @@ def _export(
         results: list[Any] = []
         attributes = Attributes(shadow)
         try:
-            found[:] = [sig.flatten(original(*args, **kwargs), results, results=True)]
+            with reads.recording():
+                result = original(*args, **kwargs)
+            found[:] = [sig.flatten(result, results, results=True)]
             _refuse_changed(inputs, (args, kwargs), flat)
             attributes.refuse_changed()
         except Exception as error:
             raise _ForwardError(error) from error
         return results
 
-    shadow = shadow_of(module, forward)
+    shadow, sources = shadow_of(module, forward)
+    reads = Reads(sources)
     with _isolated():
         examples = tuple(_example(leaf) for leaf in leaves)
         shapes = _dynamic_shapes(leaves, dynamic)
@@ -159,7 +170,7 @@ def _export(
             cause = error.cause if isinstance(error, _ForwardError) else error
             raise convert(cause, type(module).__name__) from None
         seconds = time.perf_counter() - started
-    return program, found[0], seconds
+    return program, found[0], Places(module, reads), seconds
 
 
 def _refuse_changed(inputs: sig.Structure, given: Any, flat: tuple[Any, ...]) -> None:

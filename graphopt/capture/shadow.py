@@ -26,7 +26,7 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
 def shadow_of(
     module: nn.Module, forward: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
-) -> nn.Module:
+) -> tuple[nn.Module, dict[int, nn.Module]]:
     """A shadow of a module tree whose root takes flat leaves.
 
     Args:
@@ -35,13 +35,15 @@ def shadow_of(
             root returns.
 
     Returns:
-        A module with the source's class name, state paths and tensors, without the root's hooks.
+        A module with the source's class name, state paths and tensors, without the root's hooks;
+        and id of a shadow's module -> the source's module that it stands for.
 
     Raises:
         CaptureError: when a submodule is a TorchScript module.
     """
     copies: dict[int, nn.Module] = {}
-    root = _clone(module, copies)
+    sources: dict[int, nn.Module] = {}
+    root = _clone(module, copies, sources)
     links: dict[int, Any] = dict(copies)
     for copied in copies.values():
         _mend(copied, links)
@@ -57,10 +59,12 @@ def shadow_of(
     type(root).__qualname__ = source_class.__qualname__
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         root.__dict__[name] = type(root.__dict__[name])()
-    return root
+    return root, sources
 
 
-def _clone(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+def _clone(
+    module: nn.Module, copies: dict[int, nn.Module], sources: dict[int, nn.Module]
+) -> nn.Module:
     if id(module) in copies:
         return copies[id(module)]
     if isinstance(module, torch.jit.ScriptModule):
@@ -71,17 +75,18 @@ def _clone(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
         )
     source = module.__dict__.get(SOURCE_OF)
     if source is not None:  # an optimized module inside a larger one
-        copies[id(module)] = _clone(source, copies)
+        copies[id(module)] = _clone(source, copies, sources)
         return copies[id(module)]
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copies[id(module)] = copy
+    sources[id(copy)] = module
     for name in _OWN:
         copy.__dict__[name] = module.__dict__[name].copy()
     children = copy.__dict__["_modules"]
     for name, child in children.items():
         if child is not None:
-            children[name] = _clone(child, copies)
+            children[name] = _clone(child, copies, sources)
     return copy
 
 

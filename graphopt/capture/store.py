@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,13 +122,16 @@ class GraphStore:
             CaptureError: when a capture is needed and fails, unless `on_error="fallback"`.
         """
         with self._lock:
-            if key in self.exact:
-                return self.exact[key]
+            known = self.exact.get(key)
+            if known is not None and known.state() is not None:
+                return known
             family = self._families.setdefault(key.family(), _Family())
             shapes = key.shapes()
-            entry = next((e for e in family.entries if e.serves(shapes)), None)
+            near = [e for e in reversed(family.entries) if e.serves(shapes)]
+            entry = next((e for e in near if e.state() is not None), None)
             if entry is None:
-                entry = self._new(key, family, args, kwargs)
+                family.entries = [e for e in family.entries if isinstance(e, Entry)]
+                entry = self._new(key, family, near, args, kwargs)
                 family.entries.append(entry)
             if shapes not in family.seen:
                 family.seen = [*family.seen[-31:], shapes]
@@ -154,9 +157,17 @@ class GraphStore:
     # ---- a new capture
 
     def _new(
-        self, key: GraphKey, family: _Family, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        key: GraphKey,
+        family: _Family,
+        near: Sequence[Entry | Eager],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Entry | Eager:
-        why = self._why(key)
+        latest_first = sorted(near, key=lambda e: e is not self.last)
+        changes = (e.guard.change() for e in latest_first if isinstance(e, Entry))
+        change = next((c for c in changes if c is not None), None)
+        why = ("state", *change) if change is not None else self._why(key)
         entry: Entry | Eager
         try:
             entry = self._capture(key, family, args, kwargs)
@@ -219,8 +230,8 @@ class GraphStore:
         record = Recapture(reason, argument, old, new, symbolic, seconds)
         self.recaptures.append(record)
         logger.info("%s: %s", type(self.source).__name__, record)
-        if reason in ("mode", "state"):
-            return
+        if reason == "mode" or type(old) is bool:
+            return  # as many as there are modes, training flags and requires_grad flags
         self._asked[argument] = self._asked.get(argument, 0) + 1
         if self._asked[argument] > self.settings.recapture_limit:
             self._drop_oldest(family)
@@ -262,12 +273,7 @@ class GraphStore:
             for what, m, n in zip(_MODES, old.ambient, key.ambient, strict=True):
                 if m != n:
                     return ("mode", what, m, n)
-        return (
-            "state",
-            "training flags, requires_grad, dtypes or submodules",
-            old.state,
-            key.state,
-        )
+        return ("mode", "training", old.training, key.training)
 
     def _plain_difference(
         self, old: GraphKey, key: GraphKey, signature: Any
@@ -286,4 +292,11 @@ class GraphStore:
 
 
 _FACTS = ("dtype", "device", "shape", "requires_grad", "contiguous")
-_MODES = ("grad mode", "inference mode", "default dtype", "autocast")
+_MODES = (
+    "grad mode",
+    "inference mode",
+    "default dtype",
+    "autocast",
+    "default device",
+    "deterministic algorithms",
+)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from graphopt.capture.failure import user_frame
 from graphopt.errors import CaptureError
@@ -27,6 +28,12 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
+GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
+    name: hooks
+    for name, hooks in vars(nn_module).items()
+    if name.startswith("_global_") and name.endswith("_hooks") and "registration" not in name
+}
+"""The hooks of every module of the process, by torch's name for them."""
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -36,20 +43,33 @@ def refuse_hooks(module: nn.Module) -> None:
         CaptureError: names the submodule and the kind of hook. Hooks of the root are fine, since
             they run around the captured graph.
     """
+    for name, hooks in GLOBAL_HOOKS.items():
+        if hooks:
+            kind = name.removeprefix("_global_").removesuffix("s").replace("_", " ")
+            raise _hooked(f"a global {kind} (of every module of the process)", hooks)
     for path, child in module.named_modules():
         if child is module:
             continue
         for name, kind in _HOOKS.items():
             hooks = child.__dict__.get(name)
             if hooks:
-                function = next(iter(hooks.values()))
-                label = getattr(function, "__qualname__", type(function).__name__)
-                raise CaptureError(
-                    f"a {kind} on the submodule {path!r}",
-                    at=_place(function),
-                    why=f"the hook {label} would run once, on fake tensors, and never again",
-                    try_="remove the hook, move it to the root module, or on_error='fallback'",
-                )
+                raise _hooked(f"a {kind} on the submodule {path!r}", hooks)
+
+
+def _hooked(what: str, hooks: dict[int, Any]) -> CaptureError:
+    function = next(iter(hooks.values()))
+    label = getattr(function, "__qualname__", type(function).__name__)
+    return CaptureError(
+        what,
+        at=_place(function),
+        why=f"the hook {label} would run once, on fake tensors, and never again",
+        try_="remove the hook, move it to the root module, or on_error='fallback'",
+    )
+
+
+def hook_dicts(modules: list[nn.Module]) -> list[dict[int, Any]]:
+    """The hooks of a module tree's submodules (its root first, which may have some), and global."""
+    return [*(m.__dict__[h] for m in modules[1:] for h in _HOOKS), *GLOBAL_HOOKS.values()]
 
 
 def refuse_checkpointing(module: nn.Module) -> None:

@@ -133,7 +133,7 @@ def test_the_reason_of_a_recapture_is_recorded():
     with torch.no_grad():
         opt(torch.ones(2))
     assert [(r.reason, r.argument) for r in opt.recaptures][1] == ("mode", "grad mode")
-    assert opt.recaptures[0].to_dict()["reason"] == "state"
+    assert opt.recaptures[0].to_dict()["argument"] == "training"
 
 
 def test_a_second_call_of_a_kind_captures_nothing(monkeypatch):
