@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from graphopt.replay import (
     run,
     without_dropout,
 )
-from graphopt.step import Step, step
+from graphopt.step import Step, step, where_they_part
 from graphopt.verdict import Check
 
 AGREEMENT = 1e-9
@@ -101,6 +101,9 @@ class Prover:
             )
             precision = moved_rounding(before, values)
             comparison = steps.compare(mean_counts=False, precision=precision)
+            if comparison.passed and steps.strided is not None:
+                steps.optimized = steps.strided
+                comparison = steps.compare(mean_counts=False, precision=precision)
             found = steps.verdict(self._changed_dropout(record), comparison)
         except Exception as error:  # whatever an op raises is told in the verdict
             self._unchecked(record, f"it failed to run alone: {_first_line(error)}")
@@ -130,7 +133,11 @@ class Prover:
         found: Verdict
         try:
             before, after = map(without_dropout, (self.body.graph, self.optimized.graph))
-            found = self._verdict(before, after, (bool(self.body.autocast), self.ambient), None)
+            ambient = (bool(self.body.autocast), self.ambient)
+            found = self._verdict(before, after, ambient, None)
+            if found[0] == "wrong" and not any(c.status == "wrong" for c in self.checks):
+                part = self._part(before, after, ambient)
+                found = (found[0], f"{found[1]}; {part}" if part else found[1], *found[2:])
         except Exception as error:  # whatever an op raises is told in the verdict
             found = ("unchecked", f"failed to run: {_first_line(error)}", None, None)
         return Check(-1, "the whole step", "", "whole", Site(), *found)
@@ -157,6 +164,15 @@ class Prover:
             self._run(g, a, eager, seed) for g, a in ((after, ambient[1]), (before, None))
         )
         return compare(eager.tensors, optimized.tensors, eager64.tensors)
+
+    def _part(self, before: fx.Graph, after: fx.Graph, ambient: tuple[bool, bool]) -> str:
+        """Where a whole step goes wrong although each rewrite alone is right."""
+
+        def run_one(graph: fx.Graph, double: bool, inside: Collection[str]) -> Step:
+            flag = ambient[0] if graph is before else ambient[1]
+            return self._run(graph, None if double else flag, self._base, self.seed, inside=inside)
+
+        return where_they_part(before, after, run_one)
 
     def _steps(self, before: fx.Graph, after: fx.Graph, *ambient: bool) -> _Steps:
         """The runs of two whole graphs; `ambient` says which run under the ambient autocast."""
@@ -194,6 +210,7 @@ class Prover:
         like: Step | None,
         seed: int,
         given: Mapping[str, Any] | None = None,
+        inside: Collection[str] = (),
     ) -> Step:
         return step(
             graph,
@@ -207,6 +224,7 @@ class Prover:
             outputs=range(self.body.user_outputs),
             seed=seed,
             autocast=self.body.autocast if ambient else None,
+            inside=inside,
         )
 
     # -- dropout ---------------------------------------------------------------------------------
@@ -240,7 +258,8 @@ class _Steps:
     """The runs that a verdict rests on.
 
     `eager64` is the truth that errors are measured against; `agree64` and `optimized64` must agree.
-    The two differ where constants are folded: there agreement asks for equal constants.
+    The two differ where constants are folded: there agreement asks for equal constants. `strided`
+    is the optimized run with its upstream gradients in another memory layout.
     """
 
     eager: Step
@@ -248,6 +267,7 @@ class _Steps:
     eager64: Step
     agree64: Step
     optimized64: Step
+    strided: Step | None = None
 
     @staticmethod
     def of(
@@ -262,7 +282,7 @@ class _Steps:
     ) -> _Steps:
         """Run two small graphs on given values; the first one's random numbers serve all."""
 
-        def go(graph: fx.Graph, double: bool, like: Step | None) -> Step:
+        def go(graph: fx.Graph, double: bool, like: Step | None, strided: bool = False) -> Step:
             return step(
                 graph,
                 attribute,
@@ -273,11 +293,13 @@ class _Steps:
                 like=like,
                 seed=seed,
                 needs_grad=needs_grad,
+                strided=strided,
             )
 
         eager = go(before, False, None)
         optimized, eager64 = go(after, False, eager), go(before, True, eager)
-        return _Steps(eager, optimized, eager64, eager64, go(after, True, eager))
+        strided = go(after, False, eager, strided=True) if backward else None
+        return _Steps(eager, optimized, eager64, eager64, go(after, True, eager), strided)
 
     def compare(
         self, *, mean_counts: bool = True, precision: torch.dtype | None = None

@@ -103,6 +103,19 @@ def forked_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch off the autocast that a caller of `verify` may stand in."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in active:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in active:
+            torch.set_autocast_enabled(kind, True)
+
+
+@contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Integer division and the like give torch's default dtype: float64 in a float64 run."""
     before = torch.get_default_dtype()
@@ -203,7 +216,7 @@ def run(
     Raises:
         ValueError: when the number of inputs is not the number of placeholders.
     """
-    with contextlib.ExitStack() as ambient:
+    with without_autocast(), contextlib.ExitStack() as ambient:
         for kind, dtype in (autocast or {}).items():
             ambient.enter_context(torch.autocast(kind, dtype))
         return _run(graph, state, inputs, given, drawn, seed, watch, dict(autocast or {}))

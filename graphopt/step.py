@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,18 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from graphopt.graph.float64 import DOUBLE, to_float64
-from graphopt.replay import SEED, State, as_leaf, default_dtype, forked_rng, run
+from graphopt.graph.record import site_of
+from graphopt.numerics import compare
+from graphopt.replay import (
+    SEED,
+    State,
+    Watch,
+    as_leaf,
+    default_dtype,
+    forked_rng,
+    run,
+    without_autocast,
+)
 
 
 @dataclasses.dataclass
@@ -43,6 +54,8 @@ def step(
     needs_grad: Sequence[bool] | None = None,
     seed: int = SEED,
     autocast: Mapping[str, torch.dtype] | None = None,
+    inside: Collection[str] = (),
+    strided: bool = False,
 ) -> Step:
     """Run a graph forward and backward from random upstream gradients.
 
@@ -59,6 +72,9 @@ def step(
         needs_grad: which inputs get a gradient; every floating one when None.
         seed: for `draw_seed`, torch's generator and the upstream gradients.
         autocast: as for `run`; of no effect in float64.
+        inside: names of nodes whose values and gradients are wanted, too, as "value/<name>" and
+            "inside/<name>".
+        strided: send the upstream gradients in another memory layout, as a transpose leaves them.
 
     Returns:
         Outputs and gradients by name: a parameter's under its `get_attr` target.
@@ -71,6 +87,7 @@ def step(
         for v, w in zip(inputs, wanted, strict=True)
     ]
     drawn: dict[str, Any] = {}
+    met: dict[str, Any] = {}
     fixed = {**(given or {}), **({} if like is None else like.drawn)}
     fixed = {k: tree_map(lambda v: _cast(v, double), v) for k, v in fixed.items()}
     dtype = torch.float64 if double else torch.get_default_dtype()
@@ -83,6 +100,7 @@ def step(
             drawn=drawn,
             seed=seed,
             autocast=None if double else autocast,
+            watch=Watch(inside, met.__setitem__) if inside else None,
         )
     tensors: dict[str, torch.Tensor | None] = {
         f"output/{i}": y.detach() for i, y in enumerate(flat) if isinstance(y, torch.Tensor)
@@ -91,8 +109,14 @@ def step(
     if backward:
         wrt = {f"grad/{n}": t for n, t in zip(names, leaves, strict=True) if _wants_grad(t)}
         wrt.update({f"grad/{n}": t for n, t in state.parameters.items()})
+        wrt.update({f"inside/{n}": t for n, t in met.items() if _wants_grad(t)})
         chosen = range(len(flat)) if outputs is None else outputs
-        tensors.update(_gradients({i: flat[i] for i in chosen}, wrt, upstream, seed))
+        with without_autocast():
+            gradients = _gradients({i: flat[i] for i in chosen}, wrt, upstream, seed, strided)
+        tensors.update(gradients)
+    tensors.update(
+        {f"value/{n}": t.detach() for n, t in met.items() if isinstance(t, torch.Tensor)}
+    )
     return Step(tensors, upstream, drawn if like is None else like.drawn)
 
 
@@ -111,6 +135,7 @@ def _gradients(
     wrt: Mapping[str, torch.Tensor],
     upstream: dict[int, torch.Tensor],
     seed: int,
+    strided: bool,
 ) -> dict[str, torch.Tensor | None]:
     """Gradients of `wrt`; fills `upstream` for the outputs that it does not hold yet."""
     roots = {i: y for i, y in outputs.items() if _wants_grad(y)}
@@ -120,6 +145,7 @@ def _gradients(
     if not roots or not wrt:
         return dict.fromkeys(wrt)
     sent = [upstream[i].to(device=y.device, dtype=y.dtype) for i, y in roots.items()]
+    sent = [_strided(g) for g in sent] if strided else sent
     found = torch.autograd.grad(list(roots.values()), list(wrt.values()), sent, allow_unused=True)
     return dict(zip(wrt, found, strict=True))
 
@@ -128,3 +154,44 @@ def _random_like(y: torch.Tensor, seed: int) -> torch.Tensor:
     """A random tensor of a value's shape and dtype; the same on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
+
+
+def _strided(g: torch.Tensor) -> torch.Tensor:
+    """The same values in the layout that a transpose in a model's backward leaves."""
+    if g.dim() < 2:
+        return g
+    a, b = (0, 1) if g.dim() == 2 else (-3, -2)
+    return g.transpose(a, b).contiguous().transpose(a, b)
+
+
+def where_they_part(
+    before: fx.Graph, after: fx.Graph, run_one: Callable[[fx.Graph, bool, Collection[str]], Step]
+) -> str:
+    """Between which values, known to both graphs, two runs of a step part; "" when nowhere.
+
+    Args:
+        before: the graph that is right.
+        after: the one that is not.
+        run_one: runs a graph (the first: in float64 when the flag says so) and hands back the
+            values and gradients of the named nodes.
+    """
+    known = {n.name for n in before.nodes if n.op == "call_function"}
+    nodes = [n for n in after.nodes if n.op == "call_function" and n.name in known]
+    names = [n.name for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    sites = {n.name: str(site_of(n)) for n in nodes}
+    runs = [
+        run_one(before, False, names),
+        run_one(after, False, names),
+        run_one(before, True, names),
+    ]
+    for group, order, what in (("value", names, "values"), ("inside", names[::-1], "gradients")):
+        keys = [k for n in order if all((k := f"{group}/{n}") in r.tensors for r in runs)]
+        found = compare(*({k: r.tensors[k] for k in keys} for r in runs), mean_counts=False)
+        right = ""
+        for t in found.tensors:
+            name = t.name.partition("/")[2]
+            if not t.passed and t.ratio > 4:
+                after_what = f" after {right}" if right else ""
+                return f"{what} part{after_what} at {name}, {sites[name]}"
+            right = name
+    return ""

@@ -241,3 +241,59 @@ def test_a_moved_cast_is_judged_in_its_own_precision(make_body: MakeBody) -> Non
     gradient = result.checks[0].comparison.tensors[1]  # type: ignore[union-attr]
     assert gradient.optimized > 100 * gradient.eager, "the sum is rounded to bfloat16"
     assert result.checks[0].passed, repr(result)
+
+
+class ReadsContiguously(torch.autograd.Function):
+    """y = 2 x, with a backward that reads its gradient as if it were contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        strides = torch.empty(g.shape).stride()
+        return g.as_strided(g.shape, strides) * 2
+
+
+def test_a_backward_that_needs_contiguous_gradients_is_wrong(make_body: MakeBody) -> None:
+    body = make_body(Repeated(), torch.randn(8, 64))
+    graphs = []
+    for target, args in ((aten.mul.Tensor, (2,)), (ReadsContiguously.apply, ())):
+        graph = fx.Graph()
+        graph.output((graph.call_function(target, (graph.placeholder("x"), *args)),))
+        graphs.append(graph)
+    record = RewriteRecord(
+        0, "fusion", "double", "local", (), ("x",), ("y",), ("y",), Site(), (), (),
+        reference=graphs[0], replacement=graphs[1],
+    )  # fmt: skip
+    result = verify_body(body, body, [record], [torch.randn(8, 64)])
+    assert result.checks[0].status == "wrong"
+    assert "grad/x" in result.checks[0].reason
+
+
+@pytest.mark.parametrize("fault", ["values", "gradients"])
+def test_a_fault_of_the_whole_alone_is_placed(make_body: MakeBody, fault: str) -> None:
+    body = make_body(Norms(), torch.randn(64, 16))
+    work = body.copy()
+    node = next(n for n in work.graph.nodes if n.target is aten.rsqrt.default)
+    target, args = (aten.mul.Tensor, (1.01,)) if fault == "values" else (aten.detach.default, ())
+    with work.graph.inserting_after(node):
+        new = work.graph.call_function(target, (node, *args))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    new.args = (node, *args)
+    result = verify_body(body, work, [], [torch.randn(64, 16)])
+    assert result.whole.status == "wrong"
+    assert f"{fault} part" in result.whole.reason
+    assert "test_verify.py:" in result.whole.reason
+
+
+def test_verify_switches_an_ambient_autocast_off(make_body: MakeBody) -> None:
+    body = make_body(Norms(), torch.randn(64, 16))
+    work, records = rms_records(body, (1e-5, 1e-5))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = verify_body(body, work, records, [torch.randn(64, 16)])
+        assert torch.is_autocast_enabled("cpu")
+    assert result.passed
+    assert all(t.dtype == "float32" for t in result.whole.comparison.tensors)  # type: ignore[union-attr]
