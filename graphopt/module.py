@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import fx, nn
 
 from graphopt.capture import signature as sig
 from graphopt.capture.entry import Compiled, Entry
-from graphopt.capture.key import GraphKey, ambient, leaf_facts
+from graphopt.capture.key import GraphKey, ambient, leaf_facts, transformed
 from graphopt.capture.shadow import SOURCE_OF
 from graphopt.capture.store import GraphStore, Recapture, Settings
 from graphopt.errors import CaptureError, GraphOptError
@@ -85,6 +86,7 @@ class GraphoptModule(fx.GraphModule):
             compile_body: turns a captured body into the one to run; it must not change the body
                 that it is given, and must pickle when the module shall.
         """
+        _prepare_dynamo()
         self.__dict__[SOURCE_OF] = source
         nn.Module.__init__(self)
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
@@ -96,8 +98,14 @@ class GraphoptModule(fx.GraphModule):
 
     # ---- calls
 
+    _lineno_map: dict[int, int | None] = {}  # noqa: RUF012  (Dynamo reads it off a GraphModule)
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         store = self._store
+        if transformed():
+            return store.unoptimized("torch.func or forward-mode differentiation").call(
+                [], [], args, kwargs
+            )
         leaves: list[torch.Tensor] = []
         try:
             structure = sig.flatten((args, kwargs), leaves)
@@ -169,6 +177,8 @@ class GraphoptModule(fx.GraphModule):
     @property
     def graph(self) -> fx.Graph:
         """The graph in force, after the passes."""
+        if self._store.last is None and _asked_by_dynamo():
+            return fx.Graph()  # it looks at the graph of every GraphModule that it meets
         return self.body.graph
 
     @graph.setter
@@ -282,6 +292,28 @@ class GraphoptModule(fx.GraphModule):
         return new
 
 
+def _run(module: GraphoptModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module._call(args, kwargs)
+
+
+_outside_dynamo = _run
+"""`_run`, where `torch.compile` breaks its graph: an optimized module has a graph of its own."""
+
+
+def _prepare_dynamo() -> None:
+    """Make the graph break; not at import, since it imports all of Dynamo (as capture does)."""
+    global _outside_dynamo
+    if _outside_dynamo is _run:
+        _outside_dynamo = torch.compiler.disable(
+            _run, reason="graphopt: an optimized module runs a graph of its own"
+        )
+
+
+def _asked_by_dynamo() -> bool:
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return str(caller).startswith("torch._dynamo")
+
+
 def _rebuild(
     kind: type[GraphoptModule],
     source: nn.Module,
@@ -295,6 +327,8 @@ def _forward_like(source: nn.Module) -> Callable[..., Any]:
     """A forward for the optimized class, with the source's signature and docstring."""
 
     def forward(self: GraphoptModule, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_dynamo(self, args, kwargs)
         return self._call(args, kwargs)
 
     signature = sig.signature_of(source)

@@ -137,6 +137,30 @@ class View:
     meta: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """A result that shares memory with an input or with state that was written to.
+
+    Attributes:
+        kind: "input", "buffer" or "parameter".
+        target: the placeholder's name, or the state path.
+        views: (operation, arguments after the tensor, keyword arguments, part) that make the
+            result of it, in order; part picks one of several results.
+    """
+
+    kind: str
+    target: str
+    views: tuple[tuple[Any, tuple[Any, ...], dict[str, Any], int | None], ...] = ()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result, of the written tensor."""
+        value: Any = tensor
+        for op, args, kwargs, part in self.views:
+            value = op(value, *args, **kwargs)
+            value = value if part is None else value[part]
+        return value
+
+
 class Alias:
     """A tensor of the exported program, as a view of its parent (None for a root)."""
 
@@ -171,20 +195,6 @@ def fake_result(op: Any, args: Any, kwargs: Any) -> Any:
         return op(*values, **options)
 
 
-def dense_order(value: torch.Tensor) -> list[int] | None:
-    """Dimensions from the outermost in memory to the innermost; None when there are gaps."""
-    sizes, strides = value.shape, value.stride()
-    if not all(isinstance(s, int) for s in (*sizes, *strides)):
-        return None
-    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
-    expected = 1
-    for d in reversed(order):
-        if sizes[d] != 1 and strides[d] != expected:
-            return None
-        expected *= sizes[d]
-    return order
-
-
 def _tensors(values: Any) -> list[Any]:
     found: list[Any] = []
     for v in values:
@@ -209,3 +219,22 @@ def functional_overload(target: Any, name: str) -> Any:
     overload_name = _OVERLOADS.get((name, target._overloadname), target._overloadname)
     overload = getattr(packet, overload_name, None) if packet is not None else None
     return None if overload is None or overload._schema.is_mutable else overload
+
+
+def without_out(target: Any) -> Any:
+    """The overload that returns what an `out=` one writes, None where there is none."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        found = [(a.name, str(a.type)) for a in overload._schema.arguments]
+        if found == wanted and not overload._schema.is_mutable:
+            return overload
+    return None
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """Every node in nested arguments."""
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found

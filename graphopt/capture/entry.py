@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphopt.capture import signature as sig
+from graphopt.capture.aliases import Returned
 from graphopt.capture.export import Capture
 from graphopt.capture.guard import Guard, modules_of
 from graphopt.capture.key import GraphKey
@@ -105,10 +106,11 @@ class Entry:
             target = inputs.index(m.target) if m.kind == "input" else ParamRef.of(body, m.target)
             self._writes.append((m.output, target))
         self._written_inputs = [t for _, t in self._writes if isinstance(t, int)]
-        self._returned: list[tuple[int, ParamRef | int]] = []
-        for i, (kind, name) in capture.returned.items():
-            place = inputs.index(name) if kind == "input" else ParamRef.of(body, name)
-            self._returned.append((i, place))
+        self._returned: list[tuple[int, ParamRef | int, Returned]] = []
+        for i, result in capture.returned.items():
+            name = result.target
+            place = inputs.index(name) if result.kind == "input" else ParamRef.of(body, name)
+            self._returned.append((i, place, result))
 
     def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether the graph is right for these sizes."""
@@ -172,8 +174,9 @@ class Entry:
     def _with_returned(self, values: tuple[Any, ...], leaves: Sequence[torch.Tensor]) -> list[Any]:
         """Put the written tensors themselves in the places where eager returns them."""
         found = list(values)
-        for i, target in self._returned:
-            found[i] = leaves[target] if isinstance(target, int) else target.read()
+        for i, target, result in self._returned:
+            tensor = leaves[target] if isinstance(target, int) else target.read()
+            found[i] = result.of(tensor)
         return found
 
     def _overlap(self, leaves: Sequence[torch.Tensor]) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.capture import signature as sig
+from graphopt.capture.aliases import Returned
 from graphopt.capture.assigned import Attributes
 from graphopt.capture.failure import convert
 from graphopt.capture.functionalize import functionalize
@@ -23,7 +24,13 @@ from graphopt.capture.places import Places
 from graphopt.capture.reads import Reads
 from graphopt.capture.shadow import shadow_of
 from graphopt.capture.symbols import ShapeGuards
-from graphopt.capture.watch import refuse_checkpointing, refuse_hooks, watching
+from graphopt.capture.watch import (
+    Draws,
+    drawing,
+    refuse_checkpointing,
+    refuse_hooks,
+    watching,
+)
 from graphopt.errors import CaptureError
 from graphopt.graph.body import Body
 
@@ -46,8 +53,8 @@ class Capture:
         inputs: structure of `(args, kwargs)`.
         outputs: structure of the result, whose leaves are the body's user outputs.
         names: a name per input leaf, as a user would write it.
-        returned: position of a user output -> (kind, target), where eager returns the very input
-            or state tensor that it wrote to.
+        returned: position of a user output -> what it is, where eager returns the very input or
+            state tensor that it wrote to, or a view of it.
         guards: what must hold of the sizes at a call; None when all sizes are fixed.
         places: the Python state that the forward read.
         export_seconds: time inside `torch.export`.
@@ -58,7 +65,7 @@ class Capture:
     inputs: sig.Structure
     outputs: sig.Structure
     names: list[str]
-    returned: dict[int, tuple[str, str]]
+    returned: dict[int, Returned]
     guards: ShapeGuards | None
     places: Places
     export_seconds: float
@@ -152,6 +159,7 @@ def _export(
             found[:] = [sig.flatten(result, results, results=True)]
             _refuse_changed(inputs, (args, kwargs), flat)
             attributes.refuse_changed()
+            reads.refuse_draws()
         except Exception as error:
             raise _ForwardError(error) from error
         return results
@@ -163,14 +171,33 @@ def _export(
         shapes = _dynamic_shapes(leaves, dynamic)
         started = time.perf_counter()
         try:
-            with watching():
-                program = torch.export.export(shadow, examples, dynamic_shapes=shapes, strict=False)
+            program = _traced(shadow, examples, shapes)
         except Exception as error:
             logger.debug("torch.export failed", exc_info=True)
             cause = error.cause if isinstance(error, _ForwardError) else error
             raise convert(cause, type(module).__name__) from None
         seconds = time.perf_counter() - started
     return program, found[0], Places(module, reads), seconds
+
+
+def _traced(shadow: nn.Module, examples: tuple[Any, ...], shapes: Any) -> Any:
+    """The exported program of a forward that draws no random numbers outside torch.
+
+    Raises:
+        CaptureError: when it draws from Python's or numpy's global generator.
+    """
+    first = draws = Draws(profiled=False)
+    for trial in range(3):  # where a generator moved, look again: another thread may have drawn
+        draws = draws if trial == 0 else Draws(profiled=True)
+        with watching(), draws.watching():
+            program = torch.export.export(shadow, examples, dynamic_shapes=shapes, strict=False)
+        drawn = draws.seen()
+        if drawn is None:
+            return program
+        if trial == 2 or (trial and "numpy" not in drawn):
+            first.restore()
+            raise drawing(drawn, draws.place)
+    raise AssertionError("unreachable")
 
 
 def _refuse_changed(inputs: sig.Structure, given: Any, flat: tuple[Any, ...]) -> None:
@@ -222,15 +249,15 @@ def _dynamic_shapes(leaves: list[torch.Tensor], dynamic: dict[int, set[int]]) ->
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Export out of inference mode, its own logs quiet, generators and autocast's cache kept.
+    """Export out of inference mode, its own logs quiet, autocast's cache kept.
+
+    Generators need no care: random operations on fake tensors draw nothing, and setting one back
+    would undo what another thread drew meanwhile.
 
     An ambient autocast stays on, so that dtypes the model reads off its tensors are those of a
     run under it; the recorded operations hold no casts (`MaterializeAutocast` writes them).
     """
     cached = torch.is_autocast_cache_enabled()
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    states = torch.cuda.get_rng_state_all() if cuda else []
-    cpu = torch.get_rng_state()
     loggers = [logging.getLogger(f"torch.{n}") for n in _QUIET]
     levels = [log.level for log in loggers]
     with contextlib.ExitStack() as stack:
@@ -250,9 +277,6 @@ def _isolated() -> Iterator[None]:
             for log, level in zip(loggers, levels, strict=True):
                 log.setLevel(level)
             torch.set_autocast_cache_enabled(cached)
-            torch.set_rng_state(cpu)
-            if cuda:
-                torch.cuda.set_rng_state_all(states)
 
 
 def _device(module: nn.Module, leaves: list[torch.Tensor]) -> torch.device:

@@ -21,20 +21,28 @@ from graphopt.capture.aliases import (
     SELVES,
     Alias,
     Parts,
+    Returned,
     Root,
     View,
     check_write,
-    dense_order,
     fake_result,
     functional_overload,
     is_dropout_off,
+    nodes_in,
     op_name,
     refusal,
     targets,
+    without_out,
     written_storages,
 )
 from graphopt.capture.normalize import Flat, storage_of
-from graphopt.capture.views import IN_PLACE_VIEWS, INVERSES, write_over, write_part
+from graphopt.capture.views import (
+    IN_PLACE_VIEWS,
+    INVERSES,
+    laid_out_as,
+    write_over,
+    write_part,
+)
 from graphopt.graph.body import CONSTANTS, Mutation
 
 aten = torch.ops.aten
@@ -47,13 +55,13 @@ class Functional:
     Attributes:
         graph: the pure graph; its output is the user's results, then the mutated values.
         mutations: what the extra results are written to.
-        returned: position of a user result -> (kind, target), for results that are, in eager, the
-            very input or state tensor that was written to.
+        returned: position of a user result -> what it is, for results that are, in eager, the very
+            input or state tensor that was written to, or a view of it.
     """
 
     graph: fx.Graph
     mutations: tuple[Mutation, ...]
-    returned: dict[int, tuple[str, str]]
+    returned: dict[int, Returned]
 
 
 def functionalize(flat: Flat) -> Functional:
@@ -99,13 +107,13 @@ class _Functionalizer:
         return self._finish(results)
 
     def _finish(self, results: list[Any]) -> Functional:
-        returned: dict[int, tuple[str, str]] = {}
+        returned: dict[int, Returned] = {}
         values: list[Any] = []
         for i, result in enumerate(results):
             alias = self.env.get(result) if isinstance(result, fx.Node) else None
-            root = alias.root if isinstance(alias, Alias) and alias.parent is None else None
-            if root and root.outside() and not (root.kind == "buffer" and root.grads):
-                returned[i] = (root.kind, root.target)
+            memory = self._returned(result)
+            if memory is not None:
+                returned[i] = memory
             value = self._read(result, replay=True) if alias is not None else result
             if i not in returned and isinstance(value, fx.Node):
                 like = (alias.node if isinstance(alias, Alias) else result).meta["val"]
@@ -120,18 +128,35 @@ class _Functionalizer:
         return Functional(self.graph, tuple(mutations), returned)
 
     def _laid_out_as(self, want: Any, new: fx.Node) -> fx.Node:
-        """A result with eager's strides, where a functional form laid it out otherwise."""
-        have = new.meta["val"]
-        if not isinstance(want, torch.Tensor) or want.stride() == have.stride():
-            return new
-        order = dense_order(want)
-        if order is None or order == dense_order(have):
-            return new
-        moved = self._emit(aten.permute.default, new, order, like=new)
-        kept = torch.contiguous_format
-        dense = self._emit(aten.clone.default, moved, like=new, memory_format=kept)
-        back = [order.index(d) for d in range(len(order))]
-        return self._emit(aten.permute.default, dense, back, like=new)
+        return laid_out_as(partial(self._emit, like=new), want, new)
+
+    def _returned(self, result: Any) -> Returned | None:
+        """How a result is made of an input or state that was written to, if it is one of these.
+
+        Raises:
+            CaptureError: for a view that cannot be taken after the write.
+        """
+        alias = self.env.get(result) if isinstance(result, fx.Node) else None
+        if not isinstance(alias, Alias) or not alias.root.outside():
+            return None
+        root = alias.root
+        if root.kind == "buffer" and root.grads:
+            return None
+        views = []
+        while alias.parent is not None:
+            node: Any = alias.node
+            if alias.part is not None:
+                node = self.env[node.args[0]].node
+            _, *rest = node.args
+            if nodes_in((rest, node.kwargs)):
+                raise refusal(
+                    self.at,
+                    f"makes a result that is a view ({node.target}) of memory"
+                    " that it writes to, with a computed size",
+                )
+            views.append((node.target, tuple(rest), dict(node.kwargs), alias.part))
+            alias = alias.parent
+        return Returned(root.kind, root.target, tuple(reversed(views)))
 
     # ---- reading
 
@@ -259,6 +284,9 @@ class _Functionalizer:
             self._batch_norm(node)
             return
         written = targets(node)
+        if len(written) == 1 and written[0] is node.kwargs.get("out"):
+            self._write_out(node)
+            return
         if len(written) != 1 or written[0] is not node.args[0]:
             raise refusal(node, "writes to several tensors, or to one that is not its first")
         if name in ("resize_", "resize_as_", "set_"):
@@ -268,6 +296,24 @@ class _Functionalizer:
             self._reshape_in_place(node, alias, name)
             return
         new = self._functional(node, name)
+        self._assign(node, alias, new)
+        self.env[node] = alias
+
+    def _write_out(self, node: fx.Node) -> None:
+        """An operation that writes its result to `out=`."""
+        out: Any = node.kwargs["out"]
+        op = without_out(node.target)
+        if op is None:
+            raise refusal(node, "has no counterpart without out=")
+        given = {k: v for k, v in node.kwargs.items() if k != "out"}
+        args, kwargs = fx.map_arg((node.args, given), self._read)
+        new = self._emit(op, *args, like=node, **kwargs)
+        value, like = new.meta["val"], node.meta["val"]
+        if tuple(value.shape) != tuple(out.meta["val"].shape):
+            raise refusal(node, "changes the size of out=")
+        if value.dtype != like.dtype:
+            new = self._emit(aten.to.dtype, new, like.dtype, like=node)
+        alias = self.env[out]
         self._assign(node, alias, new)
         self.env[node] = alias
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from graphopt.capture import signature as sig
 
 _DEVICES = ("cpu", "cuda")
+_interpreter = torch._C._functorch.peek_interpreter_stack
 
 Ambient = tuple[Any, ...]
 Leaf = tuple[torch.dtype, torch.device, torch.Size, bool, bool]
@@ -66,6 +68,14 @@ def ambient() -> Ambient:
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def transformed() -> bool:
+    """Whether the call stands inside a transform of torch.func or forward-mode differentiation.
+
+    They replace tensors by wrappers, for which fused ops have no rules.
+    """
+    return forward_ad._current_level >= 0 or _interpreter() is not None
 
 
 def autocast_dtypes(modes: Ambient) -> dict[str, torch.dtype]:

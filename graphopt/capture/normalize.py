@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import operator
 import os
 import re
@@ -103,6 +104,7 @@ class _Inliner:
         self.grads: set[fx.Node] = set()
         self.grad_storages: set[int] = set()
         self.detached: dict[fx.Node, fx.Node] = {}
+        self.originals = _originals(program.constants)
 
     # ---- inputs and state
 
@@ -121,10 +123,14 @@ class _Inliner:
             if spec.kind.name == "USER_INPUT":
                 continue
             if spec.kind.name not in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
+                held = self.program.constants.get(spec.target)
+                what = f"{type(held).__module__}.{type(held).__qualname__}"
                 raise CaptureError(
-                    f"an input of kind {spec.kind.name.lower()} ({spec.target})",
-                    why="a captured graph takes tensors only",
-                    try_="on_error='fallback'",
+                    f"forward uses an object of class {what.removeprefix('torch._C.')}",
+                    why="its state would not live in the graph, which takes tensors only",
+                    try_="draw from torch's default generator, or on_error='fallback'"
+                    if "Generator" in what
+                    else "on_error='fallback'",
                 )
             tensor = self._tensor(spec)
             if id(tensor) in seen:
@@ -146,7 +152,7 @@ class _Inliner:
     def _tensor(self, spec: Any) -> torch.Tensor:
         if spec.kind.name == "CONSTANT_TENSOR":
             found = _resolve(self.source, spec.target)
-            return found if found is not None else self.program.constants[spec.target]
+            return found if found is not None else self.originals[spec.target]
         tensor = _resolve(self.source, spec.target)
         if tensor is None:
             raise CaptureError(f"state {spec.target!r} is not on the source module")
@@ -259,6 +265,34 @@ class _Inliner:
             storage = storage_of(new)
             if storage is not None:
                 self.grad_storages.add(storage)
+
+
+def _originals(constants: dict[str, Any]) -> dict[str, Any]:
+    """Lifted constants, where torch.export detached a parameter the parameter itself.
+
+    Parameters that no module of the tree registers (of a module in a plain list, a global) are
+    lifted as detached aliases, whose gradients would be lost.
+    """
+    found = dict(constants)
+    aliases = {
+        _memory(t): name
+        for name, t in constants.items()
+        if isinstance(t, torch.Tensor) and not t.requires_grad and _differentiable(t)
+    }
+    if aliases:
+        for parameter in [p for p in gc.get_objects() if type(p) is nn.Parameter]:
+            name = aliases.get(_memory(parameter))
+            if name is not None:
+                found[name] = parameter
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
+        return (id(tensor),)
+    return (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _kept(node: fx.Node) -> dict[str, Any]:

@@ -90,8 +90,10 @@ class Places:
             return
         if isinstance(owner, nn.Module):
             for kept in (owner._parameters, owner._buffers):
-                if kept.get(name, ABSENT) is None:
-                    self._cell(kept, name, None, label)
+                if kept.get(name, ABSENT) is None or (
+                    name in kept and id(owner) not in self._paths
+                ):
+                    self._cell(kept, name, kept[name], label)
             if any(name in d for d in (owner._parameters, owner._buffers, owner._modules)):
                 return
         if own:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import pickle
+import random
 import sys
 import threading
 import types
@@ -19,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from graphopt.capture.watch import drawing
 
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # flags of a type: its attributes are fixed; made by Python
@@ -45,6 +49,7 @@ class Reads:
         self._sources = dict(sources)
         self._objects: dict[int, Any] = {}
         self._patched: list[tuple[type, Any]] = []
+        self._generators: dict[int, tuple[Any, bytes]] = {}
         self._thread = -1
 
     @contextlib.contextmanager
@@ -62,6 +67,17 @@ class Reads:
                     kind.__getattribute__ = own
             self._patched.clear()
             self._thread = -1
+
+    def refuse_draws(self) -> None:
+        """Refuse a forward that drew from a generator of its own (`random.Random`, numpy's).
+
+        Raises:
+            CaptureError: names its class.
+        """
+        for generator, before in self._generators.values():
+            if pickle.dumps(generator) != before:
+                kind = type(generator)
+                raise drawing(f"a generator of its own ({kind.__module__}.{kind.__qualname__})")
 
     def _patch(self, kind: type, make: Callable[[Any], Any]) -> None:
         own = kind.__dict__.get("__getattribute__")
@@ -96,6 +112,8 @@ class Reads:
         kind = type(value)
         if kind.__module__ == "builtins" and not isinstance(value, CONTAINERS):
             return value
+        if isinstance(value, random.Random) or kind.__module__.startswith("numpy.random"):
+            self._generators.setdefault(id(value), (value, pickle.dumps(value)))
         if isinstance(value, CONTAINERS):
             if depth < 3 and len(value) <= 1000:
                 for item in value.values() if isinstance(value, dict) else value:

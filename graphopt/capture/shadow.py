@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.capture.standins import stand_in
 from graphopt.errors import CaptureError
 
 SOURCE_OF = "_graphopt_source"
@@ -79,10 +80,18 @@ def _clone(
         return copies[id(module)]
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
+    forward = stand_in(copy)
+    if forward is not None:
+        copy.__dict__["forward"] = types.MethodType(forward, copy)
     copies[id(module)] = copy
     sources[id(copy)] = module
     for name in _OWN:
         copy.__dict__[name] = module.__dict__[name].copy()
+    for name, tensor in copy.__dict__["_parameters"].items():
+        if tensor is not None and not isinstance(tensor, nn.Parameter):
+            # put there by torch.func.functional_call; torch.export takes parameters only
+            alias = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+            copy.__dict__["_parameters"][name] = alias
     children = copy.__dict__["_modules"]
     for name, child in children.items():
         if child is not None:

@@ -148,10 +148,13 @@ class GraphStore:
         """
         if self.settings.on_error != "fallback":
             raise error
-        text = str(error)
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(f"running the model unoptimized: {text}", GraphoptWarning, 7)
+        return self.unoptimized(str(error))
+
+    def unoptimized(self, cause: str) -> Eager:
+        """The source itself, with a warning once per cause."""
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warnings.warn(f"running the model unoptimized: {cause}", GraphoptWarning, 7)
         return Eager(self.source)
 
     # ---- a new capture
@@ -173,7 +176,7 @@ class GraphStore:
             entry = self._capture(key, family, args, kwargs)
         except CaptureError as error:
             self._families = {k: f for k, f in self._families.items() if f.entries or f is family}
-            entry = self.fallback(error)
+            entry = self.fallback(_with_difference(error, why))
         self._record(key, family, entry, why)
         self._latest = key
         return entry
@@ -289,6 +292,17 @@ class GraphStore:
         name = changed[0] if changed else "the arguments' structure"
         was, now = ("given" if name in g else "absent" for g in given)
         return ("structure", name, was, now)
+
+
+def _with_difference(error: CaptureError, why: tuple[str, str, Any, Any]) -> CaptureError:
+    """A failure of a later capture, with what differs from the call that could be captured."""
+    reason, what, old, new = why
+    if reason == "first":
+        return error
+    changed = f"since the last graph the {reason} of {what} changed from {old} to {new}"
+    if reason in ("mode", "state", "structure"):
+        changed = f"since the last graph {what} changed from {old} to {new}"
+    return CaptureError(error.what, at=error.at, why=f"{error.why}; {changed}", try_=error.try_)
 
 
 _FACTS = ("dtype", "device", "shape", "requires_grad", "contiguous")

@@ -135,6 +135,33 @@ IN_PLACE_VIEWS = {
 """Operations that change a tensor's own shape in place, not its values."""
 
 
+def dense_order(value: torch.Tensor) -> list[int] | None:
+    """Dimensions from the outermost in memory to the innermost; None when there are gaps."""
+    sizes, strides = value.shape, value.stride()
+    if not all(isinstance(s, int) for s in (*sizes, *strides)):
+        return None
+    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+    expected = 1
+    for d in reversed(order):
+        if sizes[d] != 1 and strides[d] != expected:
+            return None
+        expected *= sizes[d]
+    return order
+
+
+def laid_out_as(emit: Emit, want: Any, new: fx.Node) -> fx.Node:
+    """A value with the strides of another, where a functional form laid it out otherwise."""
+    have = new.meta["val"]
+    if not isinstance(want, torch.Tensor) or want.stride() == have.stride():
+        return new
+    order = dense_order(want)
+    if order is None or order == dense_order(have):
+        return new
+    moved = emit(aten.permute.default, new, order)
+    dense = emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
+    return emit(aten.permute.default, dense, [order.index(d) for d in range(len(order))])
+
+
 def write_over(emit: Emit, base: fx.Node, source: fx.Node) -> fx.Node:
     """The source in place of all of a value that requires grad (whose gradient is then zero)."""
     if base.meta["val"].dim() > 0:

@@ -11,6 +11,7 @@ import contextlib
 import random
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,8 +105,7 @@ def watching() -> Iterator[None]:
     """Refuse, during the block and in this thread, what export drops in silence.
 
     Raises:
-        CaptureError: from inside the traced forward, with the user's line, or at the end of the
-            block when the forward drew from Python's or numpy's global generator.
+        CaptureError: from inside the traced forward, with the user's line.
     """
     thread = threading.get_ident()
     saved: list[tuple[Any, str, Any]] = []
@@ -124,16 +124,81 @@ def watching() -> Iterator[None]:
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         if name in torch.Tensor.__dict__:
             replace(torch.Tensor, name, _refusing(f"Tensor.{name} in forward"))
-    python_state, numpy_state = random.getstate(), _numpy_state()
+    for owner, name in _seeding():
+        replace(owner, name, _refusing(f"{owner.__name__}.{name} in forward"))
     try:
         yield
-        _refuse_draws(python_state, numpy_state)
     finally:
         for owner, name, original in reversed(saved):
             setattr(owner, name, original)
-        random.setstate(python_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+
+
+class Draws:
+    """Random draws outside torch during a trace: from Python's and numpy's global generators.
+
+    Their states tell whether anybody drew; a profile of this thread tells who drew from Python's.
+    """
+
+    def __init__(self, *, profiled: bool) -> None:
+        self._python, self._numpy = random.getstate(), _numpy_state()
+        self._profiled = profiled
+        self.place: str | None = None
+        self._drew = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note this thread's draws during the block, where that was asked for (it is slow)."""
+        before = sys.getprofile()
+        if self._profiled:
+            sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            if self._profiled:
+                sys.setprofile(before)
+
+    def _note(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is _PYTHONS:
+            self.place = self.place or user_frame()
+            self._drew = True
+
+    def seen(self) -> str | None:
+        """Which generator was drawn from; without a profile, by whichever thread."""
+        if self._drew or (not self._profiled and random.getstate() != self._python):
+            return "Python's random module"
+        now = _numpy_state()
+        if self._numpy is not None and (
+            now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any()
+        ):
+            return "numpy's global generator"
+        return None
+
+    def restore(self) -> None:
+        """Set the generators back to where they were."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+_PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator of the module
+
+
+def drawing(drawn: str, at: str | None = None) -> CaptureError:
+    """The error for a forward that draws random numbers outside torch."""
+    return CaptureError(
+        f"forward draws from {drawn}",
+        at=at,
+        why="the drawn number would be baked into the graph (LayerDrop does this)",
+        try_="draw with torch (torch.rand), set layerdrop=0, or on_error='fallback'",
+    )
+
+
+def _seeding() -> Iterator[tuple[Any, str]]:
+    """Functions that set the state of a generator (`fork_rng` sets it back through them)."""
+    for owner in (torch, torch.random, torch.cuda, torch.cuda.random):
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state"):
+            if isinstance(owner.__dict__.get(name), types.FunctionType):
+                yield owner, name
 
 
 def _watched_apply(original: Any, here: Any) -> Any:
@@ -187,19 +252,3 @@ def _refusing(what: str) -> Any:
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return numpy.random.get_state() if numpy is not None else None
-
-
-def _refuse_draws(python_state: Any, numpy_state: Any) -> None:
-    drawn = None
-    if random.getstate() != python_state:
-        drawn = "Python's random module"
-    elif numpy_state is not None:
-        now = _numpy_state()
-        if now[2:] != numpy_state[2:] or (now[1] != numpy_state[1]).any():
-            drawn = "numpy's global generator"
-    if drawn:
-        raise CaptureError(
-            f"forward draws from {drawn}",
-            why="the drawn number would be baked into the graph (LayerDrop does this)",
-            try_="draw with torch (torch.rand), set layerdrop=0, or on_error='fallback'",
-        )
