@@ -52,6 +52,10 @@ _OWN = frozenset(
 )
 
 
+_CONTAINER = ("__len__", "__getitem__", "__setitem__", "__iter__", "__contains__", "__reversed__")
+"""Special methods of a source that holds items (`nn.Sequential`)."""
+
+
 class GraphoptModule(fx.GraphModule):
     """A module that runs captured, optimized graphs of its source.
 
@@ -68,7 +72,12 @@ class GraphoptModule(fx.GraphModule):
     def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> GraphoptModule:
         """An instance of a class of its own, which shows the source's name and signature."""
         forward = _forward_like(source)
-        names = {"forward": forward, "__module__": cls.__module__, "__doc__": source.__doc__}
+        names: dict[str, Any] = {
+            "forward": forward,
+            "__module__": cls.__module__,
+            "__doc__": source.__doc__,
+        }
+        names |= {n: _delegate(n) for n in _CONTAINER if hasattr(type(source), n)}
         kind = type(f"Optimized{type(source).__name__}", (cls,), names)
         return object.__new__(kind)
 
@@ -290,6 +299,16 @@ class GraphoptModule(fx.GraphModule):
         new = _rebuild(GraphoptModule, source, self._settings, self._compile_body)
         memo[id(self)] = new
         return new
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    """A special method that is the source's (Python looks for it on the class alone)."""
+
+    def method(self: GraphoptModule, *args: Any) -> Any:
+        return getattr(type(self.source), name)(self.source, *args)
+
+    method.__name__ = name
+    return method
 
 
 def _run(module: GraphoptModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

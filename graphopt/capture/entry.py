@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from graphopt.capture.aliases import Returned
 from graphopt.capture.export import Capture
 from graphopt.capture.guard import Guard, modules_of
 from graphopt.capture.key import GraphKey
+from graphopt.capture.shadow import eager_forward
 from graphopt.capture.watch import hook_dicts
 from graphopt.emit import ParamRef, Program
 from graphopt.errors import GraphoptWarning
@@ -32,18 +33,6 @@ class Compiled:
 
     body: Body
     result: Any = None
-
-
-ATTACHED = "_graphopt_attached"
-"""Mark on a forward that `attach` put on a module; the source's own forward is its class's."""
-
-
-def eager_forward(source: nn.Module) -> Callable[..., Any]:
-    """The source's own forward, also while an optimized one is attached to it."""
-    own = source.__dict__.get("forward")
-    if own is not None and getattr(own, ATTACHED, False):
-        return type(source).forward.__get__(source)
-    return source.forward
 
 
 class Eager:

@@ -22,7 +22,24 @@ from graphopt.errors import CaptureError
 SOURCE_OF = "_graphopt_source"
 """Attribute of an optimized module that holds its source; a shadow is made of the source."""
 
+ATTACHED = "_graphopt_attached"
+"""Mark on a forward that `attach` put on a module; its `previous` is what stood there before."""
+
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
+def instance_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward in a module's own dict that is not an attached one; None: its class's counts."""
+    own: Any = module.__dict__.get("forward")
+    while getattr(own, ATTACHED, False):
+        own = own.previous
+    return own
+
+
+def eager_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's own forward, also while an optimized one is attached to it."""
+    own = instance_forward(module)
+    return own if own is not None else type(module).forward.__get__(module)
 
 
 def shadow_of(
@@ -80,6 +97,10 @@ def _clone(
         return copies[id(module)]
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
+    if getattr(copy.__dict__.get("forward"), ATTACHED, False):
+        del copy.__dict__["forward"]
+        own = instance_forward(module)
+        copy.__dict__.update({} if own is None else {"forward": own})
     forward = stand_in(copy)
     if forward is not None:
         copy.__dict__["forward"] = types.MethodType(forward, copy)

@@ -111,8 +111,9 @@ def watching() -> Iterator[None]:
     saved: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, make: Any) -> None:
-        original = owner.__dict__[name]
-        saved.append((owner, name, original))
+        own = owner.__dict__.get(name)  # None where a base class has it
+        saved.append((owner, name, own))
+        original = getattr(owner, name) if own is None else own
         setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
 
     replace(torch.autograd.Function, "apply", _watched_apply)
@@ -124,13 +125,21 @@ def watching() -> Iterator[None]:
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         if name in torch.Tensor.__dict__:
             replace(torch.Tensor, name, _refusing(f"Tensor.{name} in forward"))
+    replace(torch.Tensor, "retain_grad", _refusing("Tensor.retain_grad in forward"))
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    replace(
+        hooks, "__enter__", _refusing("hooks on saved tensors (saved_tensors_hooks) in forward")
+    )
     for owner, name in _seeding():
         replace(owner, name, _refusing(f"{owner.__name__}.{name} in forward"))
     try:
         yield
     finally:
-        for owner, name, original in reversed(saved):
-            setattr(owner, name, original)
+        for owner, name, own in reversed(saved):
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 class Draws:

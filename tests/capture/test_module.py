@@ -308,3 +308,16 @@ def test_overhead_of_a_call():
     entry._function = lambda state, *inputs: values
     seconds = min(timeit.repeat(lambda: opt(x), number=100, repeat=5)) / 100
     assert seconds < 500e-6  # 60 us on an idle core; the bound only catches a blow-up
+
+
+def test_a_container_stays_one():
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    opt = GraphoptModule(net)
+    assert len(opt) == 2
+    assert opt[1] is net[1]
+    assert list(opt) == list(net)
+    opt[1] = nn.Sigmoid()
+    x = torch.ones(1, 3)
+    assert torch.equal(opt(x), net(x))
+    with pytest.raises(TypeError):
+        len(GraphoptModule(nn.Linear(3, 3)))
