@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphopt.api import optimize, verify
+    from graphopt.attach import attach, detach
     from graphopt.errors import (
         BudgetError,
         CaptureError,
@@ -42,6 +43,8 @@ __all__ = [
     "UnsupportedError",
     "VerifyError",
     "__version__",
+    "attach",
+    "detach",
     "explain",
     "optimize",
     "verify",
@@ -57,6 +60,8 @@ _HOME = {
     "PassError": "graphopt.errors",
     "UnsupportedError": "graphopt.errors",
     "VerifyError": "graphopt.errors",
+    "attach": "graphopt.attach",
+    "detach": "graphopt.attach",
     "explain": "graphopt.report.explain",
     "optimize": "graphopt.api",
     "verify": "graphopt.api",

@@ -127,7 +127,7 @@ def verify(
     the module changes: not its parameters, gradients, buffers, mode or random state.
 
     Args:
-        opt: what `optimize` returned.
+        opt: what `optimize` returned, or an attached model.
         inputs: a tensor, or the positional arguments.
         kwargs: the keyword arguments.
         backward: whether gradients are compared; by default where the graph was captured with
@@ -144,6 +144,8 @@ def verify(
         >>> verify(opt, torch.ones(2, 4)).passed
         True
     """
+    attached = getattr(opt, "__dict__", {}).get("forward")
+    opt = getattr(attached, "optimized", opt)
     if not isinstance(opt, GraphoptModule):
         raise OptionError(
             f"verify takes an optimized module, not a {type(opt).__name__}",
