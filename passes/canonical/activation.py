@@ -16,12 +16,13 @@ aten = torch.ops.aten
 graphopt = torch.ops.graphopt
 
 
-def near(value: Any, wanted: float) -> bool:
-    """Whether a literal is a constant up to what float32 can hold."""
+def near(value: Any, wanted: float, dtype: torch.dtype) -> bool:
+    """Whether a literal is a constant, up to what a tensor of some dtype can tell apart."""
+    tolerance = 1e-15 if dtype == torch.float64 else 6e-8
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
-        and math.isclose(value, wanted, rel_tol=6e-8)
+        and math.isclose(value, wanted, rel_tol=tolerance)
     )
 
 
@@ -63,9 +64,9 @@ def _gelu_multiplied(x, root_half):
 
 @gelu.check
 def _(m: Match) -> str | None:
-    if "root2" in m.captures and not near(m.root2, math.sqrt(2)):
+    if "root2" in m.captures and not near(m.root2, math.sqrt(2), m.val.dtype):
         return f"x is divided by {m.root2}, not by sqrt(2)"
-    if "root_half" in m.captures and not near(m.root_half, math.sqrt(0.5)):
+    if "root_half" in m.captures and not near(m.root_half, math.sqrt(0.5), m.val.dtype):
         return f"x is multiplied by {m.root_half}, not by sqrt(0.5)"
     return floating(m)
 
@@ -131,10 +132,10 @@ def _gelu_tanh_factored(x, cubic, factor):
 
 @gelu_tanh.check
 def _(m: Match) -> str | None:
-    if not near(m.cubic, 0.044715):
+    if not near(m.cubic, 0.044715, m.val.dtype):
         return f"the cubic term's factor is {m.cubic}, not 0.044715"
     # Written out to ten digits in several model files, which float32 cannot tell apart.
-    if not near(m.factor, math.sqrt(2 / math.pi)):
+    if not near(m.factor, math.sqrt(2 / math.pi), m.val.dtype):
         return f"the factor before the tanh's argument is {m.factor}, not sqrt(2/pi)"
     return floating(m)
 
@@ -158,6 +159,8 @@ def _() -> Iterator[Spelling]:
     x = torch.randn(3, 8)
     yield lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.05 * x**3))), (x,)
     yield lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))), (x,)
+    rounded = 0.7978845608  # float64 can tell this from sqrt(2/pi)
+    yield lambda x: 0.5 * x * (1 + torch.tanh(rounded * (x + 0.044715 * x**3))), (x.double(),)
 
 
 @gelu_tanh.also
@@ -220,7 +223,9 @@ def _(m: Match) -> str | None:
     if isinstance(m.cap, bool) or not isinstance(m.cap, (int, float)) or m.cap <= 0:
         return f"the cap {m.cap} is not a positive number"
     inverse = m.captures.get("inverse")
-    if inverse is not None and not (isinstance(inverse, (int, float)) and near(inverse * m.cap, 1)):
+    if inverse is not None and not (
+        isinstance(inverse, (int, float)) and near(inverse * m.cap, 1, m.val.dtype)
+    ):
         return f"x is multiplied by {inverse}, which is not 1/{m.cap}"
     return floating(m)
 

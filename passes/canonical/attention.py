@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.graph.pattern import either
 from graphopt.passes.base import same_shape, surely
+from graphopt.passes.canonical.index_algebra import Mask, mask_kind
 from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
@@ -76,25 +77,34 @@ def _(m: Match) -> str | None:
 
 
 def _mask_problem(m: Match, q: torch.Tensor, k_t: torch.Tensor) -> str | None:
-    if "mask" in m.captures:
-        mask = m.tensor("mask")
-        if mask is None or mask.dtype != q.dtype:
-            return "the mask is not a tensor of q's dtype"
-    elif "hidden" in m.captures:
-        mask = m.tensor("hidden")
-        if mask is None or mask.dtype != torch.bool or not isinstance(m.fill, (int, float)):
-            return "the mask is not boolean"
-        if m.fill != -math.inf and m.fill > torch.finfo(q.dtype).min / 2:
-            return f"hidden scores become {m.fill}, not minus infinity"
-    else:
-        return None
-    rank = q.dim()
-    if mask.dim() > rank:
-        return "the mask has more dims than the scores"
-    sizes = [*q.shape[:-1], k_t.shape[-1]][rank - mask.dim() :]
-    if not all(surely(a == 1) or surely(a == b) for a, b in zip(mask.shape, sizes, strict=True)):
-        return "the mask broadcasts the scores"
+    """Why the mask cannot go to SDPA, or None.
+
+    A row in which every key is hidden is NaN in eager with -inf, and uniform with a finite value;
+    fused attention gives zeros, and in backward probabilities that do not sum to one. So a mask
+    is taken over only where it is proved that no row is hidden: no mask, or a causal one.
+    """
+    if "hidden" in m.captures and (
+        not isinstance(m.fill, (int, float)) or m.fill > torch.finfo(q.dtype).min / 2
+    ):
+        return f"hidden scores become {m.fill}, not minus infinity"
+    found = _mask(m)
+    if found.kind == "none":
+        return f"its mask might hide a whole row, where fused attention differs: {found.reason}"
+    if found.kind == "causal" and not surely(q.shape[-2] == k_t.shape[-1]):
+        return "it is causal, but queries and keys differ in number"
     return None
+
+
+def _mask(m: Match) -> Mask:
+    """What is proved of the mask that was matched; "all" without one."""
+    if "hidden" in m.captures:
+        return mask_kind(m.hidden, hides=True) if m.tensor("hidden") is not None else NOT_A_TENSOR
+    if "mask" in m.captures:
+        return mask_kind(m.mask) if m.tensor("mask") is not None else NOT_A_TENSOR
+    return Mask("all")
+
+
+NOT_A_TENSOR = Mask("none", "it is not a tensor")
 
 
 @attention.replace
@@ -105,43 +115,10 @@ def _(m: Match) -> fx.Node:
     scale = float(times) if times is not None else 1.0 / float(over) if over is not None else 1.0
     p = float(m.captures["p"]) if m.captures.get("train") else 0.0
     k = m.call(aten.transpose.int, m.k_t, -2, -1)
+    causal = _mask(m).kind == "causal"
     return m.call(
-        aten.scaled_dot_product_attention.default, m.q, k, m.v, _additive(m), p, scale=scale
+        aten.scaled_dot_product_attention.default, m.q, k, m.v, None, p, causal, scale=scale
     )
-
-
-def _additive(m: Match) -> fx.Node | None:
-    """The mask as SDPA takes it.
-
-    Where a row hides every key, eager's softmax gives NaN and SDPA gives 0: such a row of the
-    mask is made NaN, so that the place of a NaN does not move. That costs one pass over the mask,
-    which is small beside the scores; a mask filled with a finite value cannot hide a whole row.
-    """
-    if "mask" in m.captures:
-        return m.mask if _is_finite(m.mask) else _guard_rows(m, m.mask)
-    if "hidden" not in m.captures:
-        return None
-    zeros = m.call(aten.zeros_like.default, m.hidden, dtype=m.val.dtype)
-    mask = m.call(aten.masked_fill.Scalar, zeros, m.hidden, float(m.fill))
-    return mask if m.fill != -math.inf else _guard_rows(m, mask)
-
-
-def _is_finite(mask: fx.Node) -> bool:
-    """Whether an additive mask is surely finite: zeros and finfo.min, chosen by a condition."""
-    if mask.target in (aten.expand.default, aten.contiguous.default, aten.slice.Tensor):
-        return isinstance(mask.args[0], fx.Node) and _is_finite(mask.args[0])
-    if mask.target is aten.where.ScalarOther:
-        other = mask.args[2]
-        source = mask.args[1]
-        zeros = isinstance(source, fx.Node) and source.target is aten.zeros.default
-        return zeros and isinstance(other, float) and math.isfinite(other)
-    return False
-
-
-def _guard_rows(m: Match, mask: fx.Node) -> fx.Node:
-    dead = m.call(aten.eq.Scalar, mask, -math.inf)
-    dead = m.call(aten.all.dim, dead, -1, True)
-    return m.call(aten.masked_fill.Scalar, mask, dead, math.nan)
 
 
 def _heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -151,21 +128,29 @@ def _heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @attention.spellings
 def _() -> Iterator[Spelling]:
     q, k, v = _heads()
-    causal = torch.ones(5, 5, dtype=torch.bool).tril()
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ((q @ k.transpose(-2, -1)) / math.sqrt(8)).softmax(-1) @ v
 
-    def added(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-        return (((q @ k.transpose(2, 3)) / 0.7) + m).softmax(-1) @ v
-
-    def filled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    def filled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = (q @ k.transpose(-2, -1)) * 0.3
-        return scores.masked_fill(m == 0, float("-inf")).softmax(dim=-1) @ v
+        hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ v
+
+    def filled_where_zero(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = (q @ k.transpose(2, 3)) / 0.7
+        lowest = torch.finfo(torch.float32).min
+        return scores.masked_fill(torch.ones(5, 5).tril() == 0, lowest).softmax(dim=-1) @ v
+
+    def added(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(5)
+        mask = torch.where(at[None, :] <= at[:, None], 0.0, torch.finfo(torch.float32).min)
+        return ((q @ k.transpose(2, 3)) / 0.7 + mask).softmax(-1) @ v
 
     yield plain, (q, k, v)
-    yield added, (q, k, v, torch.randn(5, 5))
-    yield filled, (q, k, v, causal)
+    yield filled, (q, k, v)
+    yield filled_where_zero, (q, k, v)
+    yield added, (q, k, v)
 
 
 @attention.refuses
@@ -179,6 +164,24 @@ def _() -> Iterator[Spelling]:
     def other_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return (q @ k.transpose(-2, -1)).softmax(-2) @ v
 
+    def bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return ((q @ k.transpose(2, 3)) / 0.7 + m).softmax(-1) @ v
+
+    def given(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(2, 3)).masked_fill(m, float("-inf")).softmax(-1) @ v
+
+    def row_hidden(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(5, 5, dtype=torch.bool).triu(0)
+        lowest = torch.finfo(torch.float32).min
+        return (q @ k.transpose(2, 3)).masked_fill(hidden, lowest).softmax(-1) @ v
+
+    def alibi(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(2, 3) - torch.arange(5).to(q.dtype)).softmax(-1) @ v
+
+    yield bias, (q, k, v, torch.randn(5, 5))
+    yield given, (q, k, v, torch.ones(5, 5, dtype=torch.bool).triu(1))
+    yield row_hidden, (q, k, v)
+    yield alibi, (q, k, v)
     yield two_uses, (q, k, v)
     yield other_dim, (q, k, v)
 

@@ -131,11 +131,29 @@ def _truth(value: Expr) -> Expr:
         value, sympy.Symbol
     ):
         return value
-    return sympy.Ne(value, 0)
+    return _relation(sympy.Ne, value)
+
+
+def _relation(relation: Any, value: Expr) -> Expr:
+    """A relation of a value to 0; of a choice between two numbers, the condition that decides."""
+    if isinstance(value, sympy.Piecewise) and len(value.args) == 2:
+        (first, condition), (second, _) = value.args
+        if first.is_number and second.is_number:
+            taken, otherwise = relation(first, 0), relation(second, 0)
+            if taken == otherwise:
+                return taken
+            return condition if taken == sympy.true else sympy.Not(condition)
+    return relation(value, 0)
 
 
 def _compare(relation: Any) -> Callable[..., Expr]:
-    return _elementwise(lambda x, y: relation(_number(x) - _number(y), 0))
+    def difference(x: Expr, y: Expr) -> Expr:
+        x, y = _number(x), _number(y)
+        if isinstance(x, sympy.Piecewise) and y.is_number:
+            return sympy.Piecewise(*((value - y, condition) for value, condition in x.args))
+        return x - y
+
+    return _elementwise(lambda x, y: _relation(relation, difference(x, y)))
 
 
 def _logic(function: Any) -> Callable[..., Expr]:
@@ -368,11 +386,12 @@ class Mask:
     reason: str = ""
 
 
-def mask_kind(node: fx.Node) -> Mask:
+def mask_kind(node: fx.Node, *, hides: bool = False) -> Mask:
     """Prove that a mask lets every key be seen, or exactly those up to the query.
 
     Args:
         node: a boolean mask (True: may be seen) or an additive one (0, or minus much).
+        hides: a boolean mask is the other way round (True: hidden), as masked_fill takes it.
     """
     value = node.meta["val"]
     rank = value.dim()
@@ -387,6 +406,7 @@ def mask_kind(node: fx.Node) -> Mask:
     seen = _seen(found, value.dtype)
     if seen is None:
         return Mask("none", f"its elements are {found}")
+    seen = sympy.Not(seen) if hides else seen
     query, key = coordinates[-2:]
     seen = _within(seen, {query: value.shape[-2], key: value.shape[-1]})
     if seen is sympy.true:
@@ -453,8 +473,10 @@ def _is(found: Expr, wanted: Expr) -> bool:
         gap = found.lhs - found.rhs
     except AttributeError:
         return False
-    if isinstance(found, sympy.Le):
-        return bool(sympy.expand(gap - (wanted.lhs - wanted.rhs)) == 0)
-    if isinstance(found, sympy.Ge):
-        return bool(sympy.expand(-gap - (wanted.lhs - wanted.rhs)) == 0)
-    return False
+    if isinstance(found, (sympy.Ge, sympy.Gt)):
+        gap = -gap
+    if isinstance(found, (sympy.Lt, sympy.Gt)):
+        gap = gap + 1  # of integers, "less than 0" is "at most -1"
+    if not isinstance(found, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) or not gap.is_integer:
+        return False
+    return bool(sympy.expand(gap - (wanted.lhs - wanted.rhs)) == 0)
