@@ -21,6 +21,7 @@ class Attributes:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._before = [(path, m, _attributes(m)) for path, m in root.named_modules()]
 
     def refuse_changed(self) -> None:
@@ -30,24 +31,61 @@ class Attributes:
             CaptureError: names an attribute that holds another tensor or number than before, or a
                 list or dict whose items changed.
         """
+        own = {id(t) for t in (*self._root.parameters(), *self._root.buffers())}
         for path, module, before in self._before:
             for name, (value, items) in _attributes(module).items():
                 old, old_items = before.get(name, (_MISSING, None))
-                if _changed(value, old) or (items != old_items and _holds(value)):
-                    raise _assigned(f"{path}.{name}" if path else name, value)
+                changed = _changed(value, old) or _items_changed(items, old_items)
+                if changed and not _only_own(items, own):
+                    raise assigned(f"{path}.{name}" if path else name, value)
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, list[int] | None]]:
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
+    """Name -> (value, items of a list or dict) of a module's attributes."""
     found = {}
     for name, value in (*module.__dict__.items(), *module._parameters.items()):
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        items = None
-        if type(value) is list:
-            items = [id(v) for v in value]
-        elif type(value) is dict:
-            items = [id(v) for v in value.values()]
-        found[name] = (value, items)
+        if name not in ("_parameters", "_buffers", "_modules"):
+            found[name] = (value, items_of(value))
+    return found
+
+
+def items_of(value: Any) -> tuple[Any, ...] | None:
+    """The items of a list or dict, one level deep."""
+    if type(value) is dict:
+        return (*value, *value.values())
+    return tuple(value) if type(value) is list else None
+
+
+def _items_changed(now: tuple[Any, ...] | None, then: tuple[Any, ...] | None) -> bool:
+    if now is None or then is None:
+        return False
+    return len(now) != len(then) or any(map(_changed, now, then))
+
+
+def _only_own(items: tuple[Any, ...] | None, own: set[int]) -> bool:
+    """Whether a container lists the model's own state alone (the flat weights of an LSTM)."""
+    return bool(items) and all(id(t) in own for t in items or ())
+
+
+def changed_objects(before: list[tuple[Any, dict[str, Any]]]) -> tuple[str, Any] | None:
+    """The first attribute of some objects that a forward wrote; all are set back.
+
+    Args:
+        before: objects with what their `__dict__` was.
+
+    Returns:
+        (its name, its new value), None where nothing was written that a graph would lack.
+    """
+    found = None
+    for owner, then in before:
+        now = owner.__dict__
+        for name, value in list(now.items()):
+            if _changed(value, then.get(name, _MISSING)):
+                found = found or (f"{type(owner).__name__}.{name}", value)
+                if name in then:
+                    now[name] = then[name]
+                else:
+                    del now[name]
     return found
 
 
@@ -63,7 +101,8 @@ def _holds(value: Any) -> bool:
     return holds_tensor(value, set())
 
 
-def _assigned(name: str, value: Any) -> CaptureError:
+def assigned(name: str, value: Any) -> CaptureError:
+    """The error for an attribute that a forward writes."""
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
     return CaptureError(
         f"forward assigns the attribute {name!r} ({kind})",

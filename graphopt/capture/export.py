@@ -19,6 +19,7 @@ from graphopt.capture.aliases import Returned
 from graphopt.capture.assigned import Attributes
 from graphopt.capture.failure import convert
 from graphopt.capture.functionalize import functionalize
+from graphopt.capture.key import switches
 from graphopt.capture.normalize import normalize
 from graphopt.capture.places import Places
 from graphopt.capture.reads import Reads
@@ -152,16 +153,22 @@ def _export(
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
         args, kwargs = sig.unflatten(inputs, flat)
         results: list[Any] = []
-        attributes = Attributes(shadow)
+        attributes, modes = Attributes(shadow), switches()
+        tracked = [t.requires_grad for t in flat]
         try:
             with reads.recording():
                 result = original(*args, **kwargs)
             found[:] = [sig.flatten(result, results, results=True)]
             _refuse_changed(inputs, (args, kwargs), flat)
+            _refuse_switched(modes, flat, tracked)
             attributes.refuse_changed()
             reads.refuse_draws()
         except Exception as error:
             raise _ForwardError(error) from error
+        finally:
+            changed = reads.changed()
+        if changed is not None:
+            raise _ForwardError(changed)
         return results
 
     shadow, sources = shadow_of(module, forward)
@@ -209,6 +216,23 @@ def _refuse_changed(inputs: sig.Structure, given: Any, flat: tuple[Any, ...]) ->
             "forward changes a container among its arguments (a list, a dict, a cache)",
             why="the caller's own object would not see the change",
             try_="return the new values instead; or on_error='fallback'",
+        )
+
+
+def _refuse_switched(modes: Any, flat: tuple[Any, ...], tracked: list[bool]) -> None:
+    """Refuse a forward that leaves a mode switched (also set back), or an input's requires_grad."""
+    what = None
+    if switches() != modes:
+        torch.set_grad_enabled(modes[0])
+        torch.set_default_dtype(modes[2])
+        what = "forward leaves the grad mode, the default dtype or autocast switched"
+    elif any(t.is_leaf and t.requires_grad and not b for t, b in zip(flat, tracked, strict=True)):
+        what = "forward switches requires_grad of an input"
+    if what:
+        raise CaptureError(
+            what,
+            why="a graph would not do that: the caller would not see it after later calls",
+            try_="a context manager (with torch.no_grad(): ...); or on_error='fallback'",
         )
 
 

@@ -56,6 +56,13 @@ def ambient() -> Ambient:
         ...     ambient()[0]
         False
     """
+    # a default device is a mode of torch functions
+    device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    return (*switches(), device, torch.are_deterministic_algorithms_enabled())
+
+
+def switches() -> tuple[Any, ...]:
+    """The modes that a forward could switch: grad, inference, default dtype, autocast dtypes."""
     casts = tuple(
         [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
     )
@@ -64,9 +71,6 @@ def ambient() -> Ambient:
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         casts,
-        # a default device is a mode of torch functions
-        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-        torch.are_deterministic_algorithms_enabled(),
     )
 
 

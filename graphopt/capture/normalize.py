@@ -192,6 +192,13 @@ class _Inliner:
             return
         if _DROPPED.search(str(target)):
             return
+        if "functorch" in str(getattr(target, "__module__", "")):
+            raise CaptureError(
+                "a transform of torch.func inside forward (vmap, grad, jvp)",
+                at=_site(node),
+                why="a captured graph is flat: it holds no levels of transforms",
+                try_="write it with batched operations; or on_error='fallback'",
+            )
         given: tuple[Any, ...] = node.args
         if target is operator.getitem and not isinstance(env[given[0]], fx.Node):
             env[node] = env[given[0]][given[1]]  # result of an inlined region

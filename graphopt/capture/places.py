@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import inspect
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from graphopt.capture.assigned import assigned
 from graphopt.capture.reads import CONTAINERS, Reads, can_be_watched
 from graphopt.capture.shadow import SOURCE_OF
 
@@ -172,6 +175,8 @@ class Places:
             return
         self._functions.add(id(function))
         names = set(_names(function.__code__))
+        if depth == 0:
+            _refuse_stores(function)
         scope = function.__globals__
         for name in sorted(names & scope.keys()):
             label = f"{scope.get('__name__')}.{name}"
@@ -187,6 +192,8 @@ class Places:
         value = scope[name]
         owner = id(scope.owner) if isinstance(scope, _Closure) else id(scope)
         if isinstance(value, (*_PLAIN, *CONTAINERS, torch.Tensor)):
+            if isinstance(value, CONTAINERS):
+                _refuse_kept(value, label)
             if not isinstance(value, CONTAINERS) or _all_plain(value):
                 self._cell(scope, name, value, label, owner)
                 self._content(value, label)
@@ -253,6 +260,32 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     return isinstance(a, _PLAIN) and bool(a == b)
+
+
+def _refuse_stores(function: types.FunctionType) -> None:
+    """Refuse a function that assigns a number to a global: a graph would not count on.
+
+    Raises:
+        CaptureError: names the global.
+    """
+    for instruction in dis.get_instructions(function):
+        if instruction.opname == "STORE_GLOBAL":
+            value = function.__globals__.get(instruction.argval)
+            if isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
+                raise assigned(f"{function.__module__}.{instruction.argval}", value)
+
+
+def _refuse_kept(container: Any, label: str) -> None:
+    """Refuse a trace that put one of its tensors into a container outside the model.
+
+    Raises:
+        CaptureError: names the variable; a list is set back.
+    """
+    if not any(isinstance(v, FakeTensor) for v in _items(container)):
+        return
+    if isinstance(container, list):
+        container[:] = [v for v in container if not isinstance(v, FakeTensor)]
+    raise assigned(label, container)
 
 
 def _items(container: Any) -> tuple[Any, ...]:

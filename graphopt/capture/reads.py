@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.capture.assigned import assigned, changed_objects
 from graphopt.capture.watch import drawing
+from graphopt.errors import CaptureError
 
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # flags of a type: its attributes are fixed; made by Python
@@ -49,6 +51,7 @@ class Reads:
         self._sources = dict(sources)
         self._objects: dict[int, Any] = {}
         self._patched: list[tuple[type, Any]] = []
+        self._before: list[tuple[Any, dict[str, Any]]] = []
         self._generators: dict[int, tuple[Any, bytes]] = {}
         self._thread = -1
 
@@ -67,6 +70,11 @@ class Reads:
                     kind.__getattribute__ = own
             self._patched.clear()
             self._thread = -1
+
+    def changed(self) -> CaptureError | None:
+        """The error for a forward that wrote to an object that it reached; objects are set back."""
+        change = changed_objects(self._before)
+        return assigned(*change) if change is not None else None
 
     def refuse_draws(self) -> None:
         """Refuse a forward that drew from a generator of its own (`random.Random`, numpy's).
@@ -122,6 +130,8 @@ class Reads:
             self._sources.setdefault(id(value), value)  # one that is no submodule of the tree
         elif id(value) not in self._objects and can_be_watched(value):
             self._objects[id(value)] = value
+            if hasattr(value, "__dict__"):
+                self._before.append((value, dict(value.__dict__)))
             if not any(k is kind for k, _ in self._patched):
                 self._patch(kind, self._of_objects)
         return value

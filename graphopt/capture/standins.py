@@ -1,4 +1,7 @@
-"""Forwards that stand in, during a trace, for ones of torch that read a tensor's value."""
+"""Forwards that stand in, during a trace, for ones of torch that read a tensor's value.
+
+They compute the same without the value, or refuse.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from graphopt.errors import CaptureError
 
 
 def stand_in(module: nn.Module) -> Callable[..., torch.Tensor] | None:
@@ -25,6 +30,8 @@ def stand_in(module: nn.Module) -> Callable[..., torch.Tensor] | None:
         (True, False)
     """
     norm: Any = module
+    if type(norm).forward is nn.TransformerEncoder.forward:
+        return _encoder
     if type(norm).forward is not _BatchNorm.forward or "forward" in module.__dict__:
         return None
     counted = norm.momentum is None and norm.num_batches_tracked is not None
@@ -49,3 +56,20 @@ def _cumulative_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     for running, new in zip(stats, batch, strict=True):
         running.copy_(running.double() * (1.0 - share) + new.double() * share)
     return y
+
+
+def _encoder(
+    module: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, **kw: Any
+) -> Any:
+    """Refuse where eager packs padded inputs into nested tensors, whose padding comes out as zeros.
+
+    Whether it does depends on the values of the mask.
+    """
+    packs = getattr(module, "use_nested_tensor", True) and not torch.is_grad_enabled()
+    if packs and src_key_padding_mask is not None and not module.training:
+        raise CaptureError(
+            "nn.TransformerEncoder with a padding mask, in eval mode and without gradients",
+            why="eager then packs the inputs into nested tensors, which a graph cannot",
+            try_="nn.TransformerEncoder(..., enable_nested_tensor=False); or on_error='fallback'",
+        )
+    return nn.TransformerEncoder.forward(module, src, mask, src_key_padding_mask, **kw)

@@ -75,6 +75,20 @@ def retained(self, x):
     return h
 
 
+KEPT = []
+COUNT = 0
+
+
+class Record:
+    last = None
+
+
+def counting(self, x):
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
 def forked(self, x):
     with torch.random.fork_rng(devices=[]):
         return x * torch.rand(3)
@@ -103,6 +117,22 @@ REFUSED = {
     "torch.manual_seed": (lambda self, x: (torch.manual_seed(0), x)[1], "torch.manual_seed"),
     "fork_rng": (forked, "torch.set_rng_state"),
     "saved-tensor hooks": (saved_on_cpu, "saved_tensors_hooks"),
+    "requires_grad_": (lambda self, x: x.detach().requires_grad_() * 2, "Tensor.requires_grad_"),
+    "a grad mode left off": (
+        lambda self, x: (torch.set_grad_enabled(False), x * 2)[1],
+        "leaves the grad mode",
+    ),
+    "vmap": (lambda self, x: torch.vmap(lambda v: v * v)(x), "transform of torch.func"),
+    "a list outside": (lambda self, x: (KEPT.append(x * 2), x)[1], "KEPT"),
+    "a global counter": (counting, "COUNT"),
+    "a dict that counts": (
+        lambda self, x: (self.notes.__setitem__("n", self.notes["n"] + 1), x)[1],
+        "'notes'",
+    ),
+    "an object's attribute": (
+        lambda self, x: (setattr(self.record, "last", x * 2), x)[1],
+        "'Record.last'",
+    ),
     "a generator": (
         lambda self, x: x * torch.rand(3, generator=torch.Generator()),
         "an object of class Generator",
@@ -123,12 +153,16 @@ REFUSED = {
 
 @pytest.mark.parametrize(("forward", "what"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_by_name(forward, what):
-    model = of(forward)
+    model = of(forward, notes={"n": 0}, record=Record())
     opt = GraphoptModule(model)
     with pytest.raises(CaptureError) as caught:
         opt(torch.full((3,), 1.4, requires_grad=True))
     assert what in f"{caught.value.what} {caught.value.why}"
     assert caught.value.try_
+    assert torch.is_grad_enabled()
+    assert not KEPT
+    assert model.notes == {"n": 0}
+    assert vars(model.record) == {}
 
 
 @pytest.mark.parametrize("generator", [random.Random(0), np.random.default_rng(0)])
@@ -336,3 +370,22 @@ def test_a_model_in_eager_is_untouched_by_a_capture():
     x = torch.randn(4, 3)
     assert torch.equal(model(x), other(x))
     assert torch.equal(model[1].running_mean, other[1].running_mean)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(twin, kind):
+    twin(kind(3, 4, 2, batch_first=True), torch.randn(2, 5, 3))
+
+
+def test_a_transformer_encoder_that_eager_packs_is_refused():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    opt = GraphoptModule(model)
+    x = torch.randn(2, 4, 8)
+    mask = torch.tensor([[False, False, True, True], [False] * 4])
+    torch.testing.assert_close(opt(x), model(x))
+    torch.testing.assert_close(
+        opt(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask)
+    )
+    with torch.no_grad(), pytest.raises(CaptureError, match="nested tensors"):
+        opt(x, src_key_padding_mask=mask)
