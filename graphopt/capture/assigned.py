@@ -68,7 +68,7 @@ def _only_own(items: tuple[Any, ...] | None, own: set[int]) -> bool:
 
 
 def changed_objects(before: list[tuple[Any, dict[str, Any]]]) -> tuple[str, Any] | None:
-    """The first attribute of some objects that a forward wrote; all are set back.
+    """The first number or tensor that a forward wrote to an object's attribute; all are set back.
 
     Args:
         before: objects with what their `__dict__` was.
@@ -80,7 +80,9 @@ def changed_objects(before: list[tuple[Any, dict[str, Any]]]) -> tuple[str, Any]
     for owner, then in before:
         now = owner.__dict__
         for name, value in list(now.items()):
-            if _changed(value, then.get(name, _MISSING)):
+            # a setting (config.problem_type, decided at the first call) stays as eager leaves it
+            setting = value is None or isinstance(value, bool | str)
+            if not setting and _changed(value, then.get(name, _MISSING)):
                 found = found or (f"{type(owner).__name__}.{name}", value)
                 if name in then:
                     now[name] = then[name]

@@ -389,3 +389,24 @@ def test_a_transformer_encoder_that_eager_packs_is_refused():
     )
     with torch.no_grad(), pytest.raises(CaptureError, match="nested tensors"):
         opt(x, src_key_padding_mask=mask)
+
+
+def test_a_setting_that_a_forward_decides_stays_as_in_eager():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = Record()
+            self.config.kind = None
+
+        def forward(self, x):
+            if self.config.kind is None:
+                self.config.kind = "double" if x.dim() == 2 else "triple"
+            return x * (2 if self.config.kind == "double" else 3)
+
+    model = Net()
+    opt = GraphoptModule(model)
+    assert opt(torch.ones(1, 1)).item() == 2
+    assert model.config.kind == "double"
+    assert opt(torch.ones(1)).item() == 2
+    model.config.kind = "triple"
+    assert opt(torch.ones(1)).item() == 3
