@@ -1,6 +1,6 @@
-"""Forwards that stand in, during a trace, for ones of torch that read a tensor's value.
+"""Forwards that stand in, during a trace, for ones that a trace would break.
 
-They compute the same without the value, or refuse.
+They compute the same without reading a tensor's value or calling an `autograd.Function`; or refuse.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from graphopt.errors import CaptureError
+
+_BLOOM = "transformers.models.bloom.modeling_bloom"
 
 
 def stand_in(module: nn.Module) -> Callable[..., torch.Tensor] | None:
@@ -32,6 +34,8 @@ def stand_in(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     norm: Any = module
     if type(norm).forward is nn.TransformerEncoder.forward:
         return _encoder
+    if type(norm).__qualname__ == "BloomGelu" and type(norm).__module__ == _BLOOM:
+        return _bloom_gelu
     if type(norm).forward is not _BatchNorm.forward or "forward" in module.__dict__:
         return None
     counted = norm.momentum is None and norm.num_batches_tracked is not None
@@ -73,3 +77,13 @@ def _encoder(
             try_="nn.TransformerEncoder(..., enable_nested_tensor=False); or on_error='fallback'",
         )
     return nn.TransformerEncoder.forward(module, src, mask, src_key_padding_mask, **kw)
+
+
+def _bloom_gelu(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Bloom's GELU without the `autograd.Function` that training wraps around it.
+
+    That function's backward is the derivative of its forward, written out; autograd's is the same.
+    """
+    gelu: Callable[[torch.Tensor], torch.Tensor]
+    gelu = type(module).forward.__globals__["bloom_gelu_forward"]
+    return gelu(x)

@@ -60,7 +60,13 @@ def no_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("dropout", "attention_dropout", "activation_dropout", "attn_dropout"):
+        for name in (
+            "dropout",
+            "attention_dropout",
+            "activation_dropout",
+            "attn_dropout",
+            "drop_prob",
+        ):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 

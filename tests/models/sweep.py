@@ -1,0 +1,196 @@
+"""Sweep over architectures: each is equal to eager, refused with its line, or wrong.
+
+    python tests/models/sweep.py [--only gpt2,timm.vit] [--first] [--shapes 2] [--json FILE]
+
+Each model runs in training (loss, outputs and every gradient, dropout at p = 0) and in inference,
+at two shapes, with no attention_mask, one of ones and a padded one where it takes one. "equal" is
+the error contract against float64; the result's class and the buffers after the step must be
+eager's, too. With --json the results are kept in FILE and models that are in it are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from architectures import ARCHITECTURES, BY_NAME, Architecture
+from contract import judge
+from torch import nn
+from zoo import Inputs
+
+import graphopt
+from graphopt.module import GraphoptModule
+from graphopt.numerics import Comparison
+
+APART = 1e-3
+"""Eager's own relative error in float32, above which the captured graph is another program."""
+
+VERDICTS = ("equal", "refused", "wrong")
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of one architecture.
+
+    Attributes:
+        name: short name.
+        verdict: "equal", "refused" or "wrong"; the worst over all runs.
+        reason: why it was refused, or what is wrong, with the run.
+        runs: how many (mode, mask, shape) were judged.
+        geometric_mean: greatest geometric mean of the error ratios.
+        ratio: greatest ratio of one tensor's errors.
+        rewrites: local rewrites of the training graph.
+        recaptures: captures after the first, over both modes.
+        seconds: wall time of everything.
+    """
+
+    name: str
+    verdict: str = "equal"
+    reason: str = ""
+    runs: int = 0
+    geometric_mean: float = 0.0
+    ratio: float = 0.0
+    rewrites: int = 0
+    recaptures: int = 0
+    seconds: float = 0.0
+
+    def note(self, verdict: str, reason: str) -> None:
+        """Keep the worst verdict, and the first reason for it."""
+        if VERDICTS.index(verdict) > VERDICTS.index(self.verdict):
+            self.verdict, self.reason = verdict, reason
+
+
+def sweep(architecture: Architecture, shapes: int = 2) -> Result:
+    """Run one architecture in every mode, mask and shape."""
+    result, start = Result(architecture.name), time.perf_counter()
+    for training in (True, False):
+        model = architecture.entry.make(training=training)
+        opt = _optimized(model)
+        with torch.set_grad_enabled(training):
+            for mask in architecture.masks:
+                for shape in range(shapes):
+                    run = f"{'train' if training else 'eval'}, mask {mask}, shape {shape}"
+                    _judge(result, run, model, opt, architecture.batch(shape, mask))
+        if training and result.verdict != "refused":
+            result.rewrites = sum(r.kind == "local" for r in opt.rewrites)
+        result.recaptures += len(opt.recaptures)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _optimized(model: nn.Module) -> GraphoptModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphopt.GraphoptWarning)
+        return graphopt.optimize(model)
+
+
+def _judge(result: Result, run: str, model: nn.Module, opt: GraphoptModule, batch: Inputs) -> None:
+    """Add one run to a result."""
+    try:
+        found = judge(model, opt, batch)
+        effects = _other_effects(model, opt, batch)
+    except graphopt.CaptureError as error:
+        return result.note("refused", f"{error.what} ({_short(error.at)}; {run})")
+    except Exception as error:  # whatever else is a fault, and the sweep goes on
+        return result.note("wrong", f"{type(error).__name__}: {str(error)[:200]} ({run})")
+    result.runs += 1
+    result.geometric_mean = max(result.geometric_mean, found.geometric_mean)
+    result.ratio = max(result.ratio, found.worst.ratio if found.worst else 0.0)
+    reason = effects or _apart(found) or next(iter(found.reasons), "")
+    if reason:
+        result.note("wrong", f"{reason} ({run})")
+
+
+def _apart(found: Comparison) -> str:
+    """A tensor of eager that is far from the captured graph in float64: captured wrongly."""
+    far = max(found.tensors, key=lambda t: t.eager, default=None)
+    if far is None or not far.eager > APART:
+        return ""
+    return f"{far.name}: eager is {far.eager:.1e} from the captured graph in float64"
+
+
+def _other_effects(model: nn.Module, opt: GraphoptModule, batch: Inputs) -> str:
+    """What differs between the two in the result's class, its keys, or the buffers afterwards."""
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    seen: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    for module in (model, opt):
+        result = module(**batch)
+        seen.append((result, {k: v.clone() for k, v in model.named_buffers()}))
+        model.load_state_dict(state)
+    (a, before), (b, after) = seen
+    if type(a) is not type(b) or getattr(a, "keys", list)() != getattr(b, "keys", list)():
+        return f"the result is a {type(b).__name__}, eager's a {type(a).__name__}"
+    for name, value in before.items():
+        if not torch.allclose(value, after[name], rtol=1e-5, atol=1e-6, equal_nan=True):
+            return f"buffer {name} differs from eager's"
+    return ""
+
+
+def _short(place: str | None) -> str:
+    """A place with its path from site-packages on."""
+    return " ".join((place or "no line").split("site-packages/")[-1].split())
+
+
+def table(results: list[Result]) -> str:
+    """The results as a Markdown table, and the counts."""
+    lines = [
+        "| model | verdict | runs | mean of ratios | worst ratio | rewrites | why |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.name} | {r.verdict} | {r.runs} | {r.geometric_mean:.2f} | {r.ratio:.2f}"
+        f" | {r.rewrites} | {r.reason.replace('|', '/')} |"
+        for r in results
+    ]
+    counts = [f"{sum(r.verdict == v for r in results)} {v}" for v in VERDICTS]
+    return "\n".join([*lines, "", f"{len(results)} models: {', '.join(counts)}."])
+
+
+def heading() -> str:
+    """Date and versions."""
+    import timm
+    import transformers
+
+    versions = [f"{m.__name__} {m.__version__}" for m in (torch, transformers, timm)]
+    return f"{datetime.date.today()}, CPU, float32, {', '.join(versions)}"
+
+
+def main() -> int:
+    """Run, print the table; 1 when something is wrong."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", help="names, with commas between them")
+    parser.add_argument("--first", action="store_true", help="the first 22 only")
+    parser.add_argument("--shapes", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--json", type=Path, help="keep results in this file, and go on from it")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(BY_NAME)
+    chosen = [a for a in ARCHITECTURES if a.name in names and (a.first or not options.first)]
+    known: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        known = json.loads(options.json.read_text())
+    results = []
+    for a in chosen:
+        if a.name not in known:
+            found = sweep(a, options.shapes)
+            known[a.name] = dataclasses.asdict(found)
+            print(f"{found.name:20s} {found.verdict:8s} {found.seconds:5.0f} s  {found.reason}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            if options.json:
+                options.json.write_text(json.dumps(known, indent=1) + "\n")
+        results.append(Result(**known[a.name]))
+    print(f"{heading()}\n\n{table(results)}")
+    return 1 if any(r.verdict == "wrong" for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
