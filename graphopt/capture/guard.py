@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphopt.capture.places import ABSENT, Cell, Places, same
-from graphopt.capture.shadow import SOURCE_OF
+from graphopt.capture.shadow import ATTACHED, SOURCE_OF
 from graphopt.capture.watch import hook_dicts
 from graphopt.emit import ParamRef
 
@@ -182,7 +182,7 @@ class Guard:
             if type(module) is not kind:
                 return (f"class of {path or 'the model'}", kind.__name__, type(module).__name__)
         for own, name, label in self._unshadowed:
-            if name in own and not getattr(own[name], "_graphopt_attached", False):
+            if name in own and not getattr(own[name], ATTACHED, False):
                 return (label, "the class's", own[name])
         if any(self._hooks):
             return ("hooks", "none", "some")

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphopt.capture.assigned import assigned
 from graphopt.capture.reads import CONTAINERS, Reads, can_be_watched
-from graphopt.capture.shadow import SOURCE_OF
+from graphopt.capture.shadow import ATTACHED, SOURCE_OF
 
 ABSENT = object()
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
@@ -87,7 +87,7 @@ class Places:
             value = own[name]
             if id(owner) in self._paths and isinstance(value, torch.Tensor):  # read live
                 self.tensors.append((own, name, label))
-            elif not getattr(value, "_graphopt_attached", False):  # our own forward, put there
+            elif not getattr(value, ATTACHED, False):  # our own forward, put there
                 self._cell(own, name, value, label)
                 self._content(value, label)
             return
