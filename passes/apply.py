@@ -17,6 +17,7 @@ from graphopt.graph.pattern import Bindings, Matcher, Pattern
 from graphopt.graph.record import Refusal, RewriteRecord, site_of
 from graphopt.passes.base import Log, same_shape
 from graphopt.passes.rule import Match, Rule
+from graphopt.passes.strides import settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ class ApplyRules:
             before = len(log.rewrites)
             for pattern, r in tries:
                 for target in pattern.targets:
-                    for node in index.get(target, ()):
+                    # A copy: a rule that makes what it matches must not run on for ever.
+                    for node in list(index.get(target, ())):
                         if not log.room:
                             return
                         if not node._erased and pattern.may_match(node):
@@ -156,6 +158,7 @@ def _replace(m: Match, log: Log, pass_name: str) -> list[fx.Node]:
     for before, after in zip(m.outputs, new, strict=True):
         if before is not after:
             editor.replace_uses(before, after)
+            settle(after, before.meta["val"], Editor(m.body.graph))
     editor.erase(old)
     log.rewrites.append(record)
     return [n for n in m.created if not n._erased]

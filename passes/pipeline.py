@@ -23,6 +23,7 @@ from graphopt.passes.base import Log, Pass, Timer
 from graphopt.passes.clean import Clean
 from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
+from graphopt.passes.strides import KeepOutputStrides
 
 RULE_MODULES = (
     "graphopt.passes.canonical.activation",
@@ -203,7 +204,11 @@ def run_pipeline(
         PassError: when a rule raises, or a pass leaves an invalid graph.
     """
     options = options or PassOptions()
-    passes = pipeline(options, leading)
+    outputs = tuple(
+        n.meta["val"] if isinstance(n, fx.Node) else n
+        for n in body.output.args[0]  # type: ignore[union-attr]
+    )
+    passes = (*pipeline(options, leading), KeepOutputStrides(outputs))
     work = body.copy()
     log = Log(options.max_rewrites)
     stages: list[Stage] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphopt.errors import PassError
@@ -141,7 +142,8 @@ def fake_value(node: fx.Node) -> Any:
     mode = fake_mode_of([n.meta.get("val") for n in node.all_input_nodes])
     if mode is None:
         mode = _mode_of_graph(node.graph)
-    with torch.no_grad(), mode if mode is not None else contextlib.nullcontext():
+    # Without the Python dispatcher, composites on symbolic sizes fail in some versions of torch.
+    with torch.no_grad(), enable_python_dispatcher(), mode or contextlib.nullcontext():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
