@@ -172,6 +172,12 @@ def _check_results(m: Match, new: tuple[Any, ...]) -> None:
             at=str(site_of(m.root)),
         )
     for before, after in zip(m.outputs, new, strict=True):
+        if not isinstance(after, fx.Node):
+            raise PassError(
+                f"rule {m.rule.name} returned a {type(after).__name__}, not a node",
+                at=str(site_of(before)),
+                try_="return m.call(...)",
+            )
         a, b = before.meta["val"], after.meta["val"]
         if a.dtype != b.dtype or not same_shape(a, b):
             raise PassError(

@@ -63,7 +63,7 @@ or to the low precision: an einsum is permutations around one `bmm` a pair, a cr
 
 @dataclasses.dataclass(frozen=True)
 class MaterializeAutocast:
-    """The pass: reads `Body.autocast`, writes the casts, and empties `Body.autocast`.
+    """The pass: writes the casts of `Body.autocast` and of inner regions, and empties the former.
 
     Nodes marked `graphopt_precision_fixed` (an inner region with autocast off) keep their
     precision; nodes marked `graphopt_autocast` are cast by that region's dtype. A value is cast
@@ -83,7 +83,8 @@ class MaterializeAutocast:
         Raises:
             PassError: when an op's casts cannot be written as nodes.
         """
-        if not body.autocast:
+        regions = any("graphopt_autocast" in node.meta for node in body.graph.nodes)
+        if not body.autocast and not regions:
             return
         before = copy_graph(body.graph)
         _Writer(body, self.name).run()
@@ -116,7 +117,7 @@ class _Writer:
     def __init__(self, body: Body, name: str) -> None:
         self.body = body
         self.editor = Editor(body.graph, name)
-        self.kind = next(iter(body.autocast))
+        self.kind = next(iter(body.autocast), body.device.type)
         self.casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
         self.known: dict[Any, Observation] = {}
         self.recast: set[fx.Node] = set()  # nodes that now give another dtype than was recorded

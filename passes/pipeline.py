@@ -124,6 +124,10 @@ def select_rules(spec: str | Rule | Iterable[str | Rule]) -> list[Rule]:
         if isinstance(item, Rule):
             if item.replacement is None:
                 raise OptionError(f"rule {item.name!r} has no replacement", try_="@rule.replace")
+            if chosen.get(item.name, item) is not item or known.get(item.name, item) is not item:
+                raise OptionError(
+                    f"two rules are called {item.name!r}", try_="give yours another name"
+                )
             chosen[item.name] = item
         elif item == "default":
             chosen.update(known)

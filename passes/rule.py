@@ -208,6 +208,9 @@ REGISTRY: dict[str, Rule] = {}
 """The rules that ship with graphopt, by name, filled as their files are imported."""
 
 
+FAMILIES = ("canonical", "fusion")
+
+
 def rule(
     family: str, *, before: tuple[str, ...] = (), register: bool = True
 ) -> Callable[[Callable[..., Any]], Rule]:
@@ -229,8 +232,10 @@ def rule(
             return m.call(aten.relu.default, m.x)
 
     Raises:
-        ValueError: when a rule of that name exists already.
+        ValueError: for another family, or when a rule of that name exists already.
     """
+    if family not in FAMILIES:
+        raise ValueError(f"a rule is of the family {' or '.join(FAMILIES)}, not {family!r}")
 
     def decorate(function: Callable[..., Any]) -> Rule:
         made = Rule(function, family, before)

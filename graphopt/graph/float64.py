@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from graphopt.errors import UnsupportedError
+from graphopt.graph.ops import argument, arguments
 
 DOUBLE = {
     torch.float16: torch.float64,
@@ -54,6 +55,10 @@ def to_float64(graph: fx.Graph) -> fx.Graph:
         new.kwargs = map_aggregate(new.kwargs, _double)
         if _leaves_dtype_to_default(node):
             new.kwargs = {**new.kwargs, "dtype": torch.float64}
+        if node.target is torch.ops.aten.rms_norm.default and argument(node, "eps") is None:
+            # Left out, eps is that of the input's dtype: the truth must not take another.
+            eps = torch.finfo(node.args[0].meta["val"].dtype).eps
+            new.args, new.kwargs = tuple(arguments(new)[:3]), {"eps": eps}
     return copy
 
 

@@ -275,7 +275,8 @@ def state_text(body: Body, target: str) -> str:
         return f"self.{target}"
     text, owner = "self", body.root
     for part in target.split("."):
-        if isinstance(owner, (nn.ModuleList, nn.Sequential)) and part.isdigit():
+        listed = isinstance(owner, (nn.ModuleList, nn.Sequential)) and owner is not body.root
+        if listed and part.isdigit():
             text += f"[{part}]"
         elif part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"

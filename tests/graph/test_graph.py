@@ -205,3 +205,9 @@ def test_listing_leaves_out_what_differs_by_machine():
     body = body_of(lambda x: F.layer_norm(x, (3,)), (torch.ones(2, 3),))
     assert "cudnn" not in ir_text(body)
     assert "False" not in ir_text(body)
+
+
+def test_code_of_a_sequential_runs_on_any_module_with_its_children():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    body = body_of(model, (torch.ones(2, 4),))
+    assert "getattr(self, '0').weight" in python_code(body)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import graphopt
 from graphopt.graph.body import Body
 from graphopt.graph.edit import Editor
 from graphopt.graph.ops import is_mutating
@@ -190,3 +191,21 @@ def test_the_pass_records_itself_and_empties_the_ambient() -> None:
     assert [(r.rule, r.kind) for r in log.rewrites] == [("materialize_autocast", "global")]
     MaterializeAutocast().run(body, log)
     assert len(log.rewrites) == 1
+
+
+def test_a_region_inside_the_model_counts_without_one_around_it():
+    class Inside(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.linear(x)
+            return h, self.linear(x)
+
+    model, x = Inside(), torch.randn(3, 8)
+    opt = graphopt.optimize(model, x)
+    for a, b in zip(model(x), opt(x), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b)

@@ -318,3 +318,36 @@ def test_dump_into_a_file_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHOPT_DUMP", str(tmp_path / "taken"))
     with pytest.raises(OptionError, match="cannot be written"):
         run_pipeline(body_of(F.relu, (torch.ones(2),)))
+
+
+def test_a_replacement_that_returns_nothing_is_named():
+    @rule("fusion", register=False)
+    def forgetful(x):
+        """Returns nothing."""
+        return aten.relu.default(x)
+
+    @forgetful.replace
+    def _(m):
+        m.call(aten.relu.default, m.x)
+
+    with pytest.raises(PassError, match="rule forgetful returned a NoneType, not a node"):
+        run_pipeline(body_of(F.relu, (torch.ones(2),)), PassOptions(rules=[forgetful]))
+
+
+def test_an_unknown_family_is_refused_at_once():
+    with pytest.raises(ValueError, match="canonical or fusion, not 'zzz'"):
+        rule("zzz")
+
+
+def test_a_rule_of_ones_own_may_not_take_a_known_name():
+    @rule("fusion", register=False)
+    def glu(x):
+        """Another."""
+        return aten.relu.default(x)
+
+    @glu.replace
+    def _(m):
+        return m.call(aten.relu.default, m.x)
+
+    with pytest.raises(OptionError, match="two rules are called 'glu'"):
+        select_rules(["default", glu])
