@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from golden import CURE, count, differences, golden
-from zoo import ZOO
+from golden import CURE, MODELS, count, differences, golden
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", MODELS)
 def test_rules_fire_as_often_as_committed(name: str) -> None:
     expected = golden().get(name)
     assert expected is not None, f"{name} is not in the golden table: {CURE}"
@@ -16,7 +15,7 @@ def test_rules_fire_as_often_as_committed(name: str) -> None:
 
 
 def test_the_table_holds_no_model_that_is_gone() -> None:
-    assert set(golden()) == set(ZOO)
+    assert set(golden()) == set(MODELS)
 
 
 def test_a_fallen_and_a_risen_count_are_told() -> None:
