@@ -32,6 +32,7 @@ RULE_MODULES = (
     "graphopt.passes.canonical.rope",
     "graphopt.passes.canonical.attention",
     "graphopt.passes.canonical.mask",
+    "graphopt.passes.canonical.grouped",
     "graphopt.passes.canonical.loss",
     "graphopt.passes.canonical.batch_norm",
     "graphopt.passes.canonical.view",
