@@ -11,6 +11,8 @@ from graphopt.capture.signature import holds_tensor
 from graphopt.errors import CaptureError
 
 _MISSING = object()
+_OWN_OF_A_TRACE = frozenset({"_output_capturing_hooks_installed"})
+"""Set where Hugging Face installs the hooks that record hidden states: on the shadow alone."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -44,7 +46,7 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...] | Non
     """Name -> (value, items of a list or dict) of a module's attributes."""
     found = {}
     for name, value in (*module.__dict__.items(), *module._parameters.items()):
-        if name not in ("_parameters", "_buffers", "_modules"):
+        if name not in ("_parameters", "_buffers", "_modules") and name not in _OWN_OF_A_TRACE:
             found[name] = (value, items_of(value))
     return found
 

@@ -16,7 +16,7 @@ from graphopt.capture.export import Capture
 from graphopt.capture.guard import Guard, modules_of
 from graphopt.capture.key import GraphKey
 from graphopt.capture.shadow import eager_forward
-from graphopt.capture.watch import hook_dicts
+from graphopt.capture.watch import foreign, hook_dicts
 from graphopt.emit import ParamRef, Program
 from graphopt.errors import GraphoptWarning
 from graphopt.graph.body import Body
@@ -41,7 +41,7 @@ class Eager:
     def __init__(self, source: nn.Module) -> None:
         self.source = source
         self._hooks = hook_dicts(modules_of(source))
-        self._hooked = any(self._hooks)
+        self._hooked = foreign(self._hooks)
 
     def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Every size: what cannot be captured at one size cannot be at another."""
@@ -49,7 +49,7 @@ class Eager:
 
     def state(self) -> list[torch.Tensor] | None:
         """Nothing; None once the hooks that stood in the way are gone."""
-        return None if self._hooked and not any(self._hooks) else []
+        return None if self._hooked and not foreign(self._hooks) else []
 
     def call(
         self,

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphopt.capture.places import ABSENT, Cell, Places, same
 from graphopt.capture.shadow import ATTACHED, SOURCE_OF
-from graphopt.capture.watch import hook_dicts
+from graphopt.capture.watch import foreign, hook_dicts
 from graphopt.emit import ParamRef
 
 _MOST_REFRESHES = 16
@@ -184,7 +184,7 @@ class Guard:
         for own, name, label in self._unshadowed:
             if name in own and not getattr(own[name], ATTACHED, False):
                 return (label, "the class's", own[name])
-        if any(self._hooks):
+        if foreign(self._hooks):
             return ("hooks", "none", "some")
         return None
 

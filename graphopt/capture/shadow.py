@@ -25,7 +25,12 @@ SOURCE_OF = "_graphopt_source"
 ATTACHED = "_graphopt_attached"
 """Mark on a forward that `attach` put on a module; its `previous` is what stood there before."""
 
-_OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OWN = {
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS,
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+}  # fmt: skip
+"""Dicts that a shadow has of its own: a forward may register hooks at its first run."""
 
 
 def instance_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -75,7 +80,7 @@ def shadow_of(
     names = {"forward": flat_forward, "__module__": source_class.__module__}
     root.__class__ = type(source_class.__name__, (source_class,), names)
     type(root).__qualname__ = source_class.__qualname__
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+    for name in _HOOKS:
         root.__dict__[name] = type(root.__dict__[name])()
     return root, sources
 

@@ -37,6 +37,19 @@ GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
 """The hooks of every module of the process, by torch's name for them."""
 
 
+_RECORDERS = "transformers.utils.output_capturing"
+
+
+def foreign(dicts: list[dict[int, Any]]) -> bool:
+    """Whether any of these hooks would be lost in a graph.
+
+    Hugging Face's recorders of hidden states, attentions and router logits would not: they do
+    nothing but hand values on to the forward around them, which a trace follows.
+    """
+    hooks = (h for d in dicts if d for h in d.values())
+    return any(getattr(h, "__module__", None) != _RECORDERS for h in hooks)
+
+
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse a module tree that holds hooks below its root.
 
@@ -52,9 +65,10 @@ def refuse_hooks(module: nn.Module) -> None:
         if child is module:
             continue
         for name, kind in _HOOKS.items():
-            hooks = child.__dict__.get(name)
-            if hooks:
-                raise _hooked(f"a {kind} on the submodule {path!r}", hooks)
+            hooks = child.__dict__.get(name) or {}
+            lost = {k: h for k, h in hooks.items() if foreign([{k: h}])}
+            if lost:
+                raise _hooked(f"a {kind} on the submodule {path!r}", lost)
 
 
 def _hooked(what: str, hooks: dict[int, Any]) -> CaptureError:
