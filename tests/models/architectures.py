@@ -42,9 +42,10 @@ class Architecture:
         """The kinds of attention_mask that it is run with."""
         return MASKS if self.masked else MASKS[:1]
 
-    def batch(self, shape: int, mask: str) -> Inputs:
-        """Inputs and labels of one shape with one kind of mask."""
-        inputs = self.entry.batch(shape)
+    def batch(self, shape: int, mask: str, draw: int = 0) -> Inputs:
+        """Inputs and labels of one shape with one kind of mask; other values for another draw."""
+        torch.manual_seed(100 + shape + 10 * draw)
+        inputs = self.entry.inputs(shape)
         inputs.pop("attention_mask", None)
         if mask == "none":
             return inputs

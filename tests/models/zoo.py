@@ -55,18 +55,18 @@ class Entry:
         return {name: value.to(device) for name, value in self.inputs(shape).items()}
 
 
+PROBABILITIES = (
+    "dropout", "attention_dropout", "activation_dropout", "attn_dropout", "drop_prob", "drop_rate",
+)  # fmt: skip
+"""Attributes that hold a dropout probability."""
+
+
 def no_dropout(model: nn.Module) -> None:
     """Set every dropout probability of a model to zero (module attributes and config)."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in (
-            "dropout",
-            "attention_dropout",
-            "activation_dropout",
-            "attn_dropout",
-            "drop_prob",
-        ):
+        for name in PROBABILITIES:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
