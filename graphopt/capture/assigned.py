@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import torch
@@ -39,7 +41,8 @@ class Attributes:
                 old, old_items = before.get(name, (_MISSING, None))
                 changed = _changed(value, old) or _items_changed(items, old_items)
                 if changed and not _only_own(items, own):
-                    raise assigned(f"{path}.{name}" if path else name, value)
+                    label = f"{path}.{name}" if path else name
+                    raise assigned(label, value, _written_at(type(module), name))
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
@@ -105,11 +108,30 @@ def _holds(value: Any) -> bool:
     return holds_tensor(value, set())
 
 
-def assigned(name: str, value: Any) -> CaptureError:
+def _written_at(kind: type, name: str) -> str | None:
+    """The first line outside of `__init__` where a class writes an attribute of its instances."""
+    written = re.compile(rf"\bself\.{re.escape(name)}\b(\[.*\])?\s*([-+*/|&]|//|\*\*)?=(?!=)")
+    for base in kind.__mro__:
+        for function in vars(base).values():
+            if not inspect.isfunction(function) or function.__name__ == "__init__":
+                continue
+            try:
+                lines, first = inspect.getsourcelines(function)
+            except (OSError, TypeError):
+                continue
+            for number, line in enumerate(lines, first):
+                if written.search(line):
+                    file, where = function.__code__.co_filename, function.__qualname__
+                    return f"{file}:{number} in {where}    {line.strip()}"
+    return None
+
+
+def assigned(name: str, value: Any, at: str | None = None) -> CaptureError:
     """The error for an attribute that a forward writes."""
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
     return CaptureError(
         f"forward assigns the attribute {name!r} ({kind})",
+        at=at,
         why="a graph holds no attributes: later calls would neither see nor make the change",
         try_="a buffer (register_buffer) in place of the attribute; or on_error='fallback'",
     )

@@ -247,3 +247,20 @@ def test_every_error_is_a_graphopt_error_and_pickles(kind):
     assert isinstance(error, GraphOptError)
     assert type(error) is kind
     assert str(error) == "what\n  at   at\n  why  why\n  try  try"
+
+
+class _Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def forward(self, x):
+        if "x" not in self.kept:
+            self.kept["x"] = x * 2
+        return self.kept["x"] + x
+
+
+def test_an_assigned_attribute_is_refused_with_its_line():
+    with pytest.raises(CaptureError, match=r"'kept' \(of type dict\)") as caught:
+        GraphoptModule(_Cached())(torch.ones(2))
+    assert 'in _Cached.forward    self.kept["x"] = x * 2' in caught.value.at
