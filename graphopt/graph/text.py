@@ -7,6 +7,7 @@ import inspect
 import keyword
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ def ir_text(body: Body) -> str:
     return "\n".join(lines)
 
 
-def _arguments(node: fx.Node, names: dict[fx.Node, str]) -> list[str]:
+def _arguments(
+    node: fx.Node, names: dict[fx.Node, str], hidden: frozenset[str] = frozenset()
+) -> list[str]:
     """The arguments as text; those equal to the schema's default are left out."""
     known = ops.parameters(node.target)
     if known is None:
@@ -92,7 +95,7 @@ def _arguments(node: fx.Node, names: dict[fx.Node, str]) -> list[str]:
             positional = False
             continue
         positional = positional and not info.kwarg_only
-        text = _value(value, names)
+        text = "*" if name in hidden else _value(value, names)
         parts.append(text if positional else f"{name}={text}")
     return parts
 
@@ -140,15 +143,27 @@ def python_code(body: Body, signature: inspect.Signature | None = None) -> str:
             # transformer.wte
             wte = aten.embedding(self.transformer.wte.weight, input_ids)  # f32[2, 16, 64]
     """
+    lines = function_code(body).splitlines()
+    if signature is not None:
+        called = str(signature).partition(" -> ")[0]
+        lines.insert(0, f"# called as forward{called}; here the tensors alone")
+    # Sizes are computed with Python's operators, where any are.
+    used = any(" = operator." in line for line in lines)
+    head = ["import operator", ""] if used else []
+    head += ["import torch", "", "aten = torch.ops.aten", "graphopt = torch.ops.graphopt", "", ""]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def function_code(body: Body, name: str = "forward") -> str:
+    """The function that `python_code` prints, without the imports above it.
+
+    Args:
+        body: the body to print.
+        name: the function's name.
+    """
     names = _Names(body)
     inputs = [names.of(n) for n in body.placeholders]
-    lines = ["import operator", "", "import torch", "", "aten = torch.ops.aten"]
-    lines += ["graphopt = torch.ops.graphopt", "", ""]
-    if signature is not None:
-        lines.append(
-            f"# called as forward{str(signature).partition(' -> ')[0]}; here the tensors alone"
-        )
-    lines.append(f"def forward({', '.join(['self', *inputs])}):")
+    lines = [f"def {name}({', '.join(['self', *inputs])}):"]
     shapes = [
         f"{i}: {type_text(n.meta.get('val'))}"
         for i, n in zip(inputs, body.placeholders, strict=True)
@@ -162,22 +177,34 @@ def python_code(body: Body, signature: inspect.Signature | None = None) -> str:
             if module != where:
                 lines.append(f"    # {module or 'the root module'}")
                 where = module
-            lines.append(f"    {_statement(node, names)}")
+            lines.append(f"    {statement(node, names.all, names.items.get(node))}")
         elif node.op == "output":
             lines.append(f"    return {_value(tuple(node.args[0]), names.all)}")
     return "\n".join(lines) + "\n"
 
 
-def _statement(node: fx.Node, names: _Names) -> str:
+def statement(
+    node: fx.Node,
+    names: dict[fx.Node, str],
+    items: Sequence[fx.Node] | None = None,
+    hidden: frozenset[str] = frozenset(),
+) -> str:
+    """One line of Python for one op, with its result's type and its rule as a comment.
+
+    Args:
+        node: the op.
+        names: what its operands and its result are called.
+        items: the items of its tuple result, where they are unpacked on the same line.
+        hidden: names of arguments whose values are shown as "*".
+    """
     rule = node.meta.get("graphopt_rule")
     note = type_text(node.meta.get("val")) + (f", {rule}" if rule else "")
-    items = names.items.get(node)
-    left = ", ".join(map(names.of, items)) if items else names.of(node)
+    left = ", ".join(names[i] for i in items) if items else names[node]
     if node.target is operator.getitem:
         source, index = node.args
-        right = f"{_value(source, names.all)}[{_value(index, names.all)}]"
+        right = f"{_value(source, names)}[{_value(index, names)}]"
     else:
-        right = f"{_callable(node)}({', '.join(_arguments(node, names.all))})"
+        right = f"{_callable(node)}({', '.join(_arguments(node, names, hidden))})"
     return f"{left} = {right}  # {note}"
 
 
@@ -197,26 +224,23 @@ class _Names:
     def __init__(self, body: Body) -> None:
         self.all: dict[fx.Node, str] = {}
         self.taken: dict[str, int] = dict.fromkeys([*_RESERVED, *dir(builtins)], 1)
-        self.items = {n: found for n in body.graph.nodes if (found := _unpacked(n))}
+        self.items = {n: found for n in body.graph.nodes if (found := unpacked(n))}
         self.unpacked = {item for found in self.items.values() for item in found}
-        results = _results(body.graph)
+        results = results_of(body.graph)
         for node in body.graph.nodes:
             if node.op == "placeholder":
                 self.all[node] = self._unique(str(node.target))
             elif node.op == "get_attr":
                 self.all[node] = state_text(body, str(node.target))
             elif node.op == "call_function":
-                path = site_of(node).module
-                self.all[node] = self._unique(_last(path) if node in results else _short(node))
+                self.all[node] = self._unique(base_name(node, results))
 
     def of(self, node: fx.Node) -> str:
         """The name of one node."""
         return self.all[node]
 
     def _unique(self, wanted: str) -> str:
-        base = "".join(c if c.isalnum() or c == "_" else "_" for c in wanted) or "value"
-        if base[0].isdigit() or keyword.iskeyword(base):
-            base = f"_{base}"
+        base = identifier(wanted)
         count = self.taken.get(base, 0)
         name = base if count == 0 else f"{base}_{count}"
         while name != base and name in self.taken:
@@ -230,7 +254,23 @@ class _Names:
 _RESERVED = ("self", "torch", "aten", "graphopt", "operator")
 
 
-def _unpacked(node: fx.Node) -> list[fx.Node] | None:
+def identifier(text: str) -> str:
+    """A text as a Python identifier: "layers.0" -> "layers_0"."""
+    base = "".join(c if c.isalnum() or c == "_" else "_" for c in text) or "value"
+    return f"_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
+
+
+def base_name(node: fx.Node, results: set[fx.Node]) -> str:
+    """What the result of an op is called, before numbers keep it apart from its likes.
+
+    Args:
+        node: the op.
+        results: see `results_of`.
+    """
+    return _last(site_of(node).module) if node in results else _short(node)
+
+
+def unpacked(node: fx.Node) -> list[fx.Node] | None:
     """The items of a tuple result, where all of them are taken out right after it."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)) or len(value) < 2:
@@ -243,7 +283,7 @@ def _unpacked(node: fx.Node) -> list[fx.Node] | None:
     return items if len(items) == len(value) == len(node.users) else None
 
 
-def _results(graph: fx.Graph) -> set[fx.Node]:
+def results_of(graph: fx.Graph) -> set[fx.Node]:
     """For each module path the node that makes its result: the last, of a pair the first item."""
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:

@@ -163,7 +163,7 @@ class Small(nn.Module):
 
 def test_code_is_named_after_modules():
     body = body_of(Small(), (torch.ones(2, 4),))
-    assert python_code(body).splitlines()[9:] == [
+    assert python_code(body).splitlines()[7:] == [
         "    # x: f32[2, 4]",
         "    # blocks.0",
         "    blocks_0 = aten.linear(x, self.blocks[0].weight, self.blocks[0].bias)  # f32[2, 4]",
