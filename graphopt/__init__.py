@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphopt.api import optimize, verify
     from graphopt.attach import attach, detach
+    from graphopt.bench import bench
     from graphopt.errors import (
         BudgetError,
         CaptureError,
@@ -44,6 +45,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "attach",
+    "bench",
     "detach",
     "explain",
     "optimize",
@@ -61,6 +63,7 @@ _HOME = {
     "UnsupportedError": "graphopt.errors",
     "VerifyError": "graphopt.errors",
     "attach": "graphopt.attach",
+    "bench": "graphopt.bench",
     "detach": "graphopt.attach",
     "explain": "graphopt.report.explain",
     "optimize": "graphopt.api",
