@@ -14,6 +14,7 @@ from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord, Site
 from graphopt.numerics import Comparison, compare, only_mean_failed, pool
 from graphopt.replay import (
+    State,
     Watch,
     constant_values,
     drops_unseeded,
@@ -373,6 +374,7 @@ class _Values:
         values = [self.values[i] for i in record.inputs]
         needs = [i in self.requiring for i in record.inputs]
         made = self.prover.check_record(record, values, needs)
+        within = self._made_within(record, values)
         for name in dict.fromkeys(record.inputs):
             self.readers[name].remove(record)
             if not self.readers[name]:
@@ -381,6 +383,22 @@ class _Values:
             if old in self.requiring:
                 self.requiring.add(new)
             self.met(new, value)
+        for name, value in within.items():
+            if any(i in self.requiring for i in record.inputs):
+                self.requiring.add(name)
+            self.met(name, value)
+
+    def _made_within(self, record: RewriteRecord, values: Sequence[Any]) -> dict[str, Any]:
+        """The values inside a replacement that a later rewrite starts from."""
+        graph = record.replacement
+        wanted = {n.name for n in graph.nodes if n.op == "call_function"} if graph else set()
+        wanted = wanted.intersection(self.readers).difference(record.new_outputs)
+        found: dict[str, Any] = {}
+        if graph is not None and wanted:
+            state, seed = State(self.prover.attribute), self.prover.seed
+            with torch.no_grad():
+                run(graph, state, values, seed=seed, watch=Watch(wanted, found.__setitem__))
+        return found
 
     def give_up(self, reason: str) -> None:
         """Tell of every record that still waits."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from graphopt.graph.body import CONSTANTS, Body, copy_graph
@@ -113,6 +114,20 @@ def without_autocast() -> Iterator[None]:
     finally:
         for kind in active:
             torch.set_autocast_enabled(kind, True)
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Leave cuDNN's attention out, which remembers how a gradient lay in memory.
+
+    Torch keeps one compiled cuDNN backward for each layout of q, k and v, built for the first
+    gradient that it met; a later gradient in another layout is read as if it lay like that one
+    (torch 2.11, cuDNN 9). A graph that is run to be checked gets its gradients in layouts that the
+    model never has, so it would spoil not only its own check but the user's training afterwards.
+    """
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(others):
+        yield
 
 
 @contextlib.contextmanager
@@ -216,7 +231,7 @@ def run(
     Raises:
         ValueError: when the number of inputs is not the number of placeholders.
     """
-    with without_autocast(), contextlib.ExitStack() as ambient:
+    with without_autocast(), without_cudnn_attention(), contextlib.ExitStack() as ambient:
         for kind, dtype in (autocast or {}).items():
             ambient.enter_context(torch.autocast(kind, dtype))
         return _run(graph, state, inputs, given, drawn, seed, watch, dict(autocast or {}))

@@ -15,7 +15,8 @@ that reach its operands are read off (`observe`). What an observation says, by c
 | float32 | exp, pow, rsqrt, layer_norm, losses | operands cast to float32 |
 | float32 by argument | softmax, log_softmax, cumsum, sum, prod | `dtype=torch.float32` |
 | promote | addcmul, index_put, scatter_add | operands cast to the widest |
-| composite | cross_entropy_loss on CUDA, einsum on CPU | opened, its inner ops cast |
+| composite | einsum, cross_entropy_loss on CUDA | cast whole (`KEPT_WHOLE`) |
+| other composites | label smoothing by hand | opened, its inner ops cast |
 | the rest | add, mul, relu, dropout | left as they are |
 """
 
@@ -58,7 +59,8 @@ KEPT_WHOLE: dict[Any, torch.dtype | None] = {
 }
 """Composites whose inner casts are the same as casts of all their operands, to the dtype named here
 or to the low precision: an einsum is permutations around one `bmm` a pair, a cross entropy a
-`log_softmax` and an `nll_loss` in float32. They stay one op, for the rules that look for them."""
+`log_softmax` and an `nll_loss` in float32 (CUDA rounds the log-probabilities of low-precision
+logits in between, which is left out). They stay one op, for the rules that look for them."""
 
 
 @dataclasses.dataclass(frozen=True)

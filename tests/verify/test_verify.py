@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import graphopt
 from graphopt.errors import VerifyError
 from graphopt.graph.body import Body, copy_graph
 from graphopt.graph.record import RewriteRecord, Site, site_of
@@ -297,3 +298,49 @@ def test_verify_switches_an_ambient_autocast_off(make_body: MakeBody) -> None:
         assert torch.is_autocast_enabled("cpu")
     assert result.passed
     assert all(t.dtype == "float32" for t in result.whole.comparison.tensors)  # type: ignore[union-attr]
+
+
+class Grouped(nn.Module):
+    """Causal attention over keys and values that are repeated for the heads, q and k in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(32, 64), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        qkv = self.qkv(x)
+        q, k, v = (t.view(b, s, -1, 8).transpose(1, 2) for t in qkv.split((32, 16, 16), -1))
+        k, v = (t[:, :, None].expand(b, 2, 2, s, 8).reshape(b, 4, s, 8) for t in (k.float(), v))
+        y = nn.functional.scaled_dot_product_attention(q.float(), k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+def test_a_rewrite_that_starts_inside_another_is_checked() -> None:
+    model, x = Grouped(), torch.randn(2, 16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        opt = graphopt.optimize(model, x)
+        found = graphopt.verify(opt, x)
+    made = {"cast_before_view", "grouped_attention"}
+    assert made <= {record.rule for record in opt.rewrites}
+    assert not found.unchecked, found
+
+
+@pytest.mark.gpu
+def test_verify_leaves_cudnn_attention_as_it_was() -> None:
+    model, x = Grouped().cuda(), torch.randn(2, 16, 32, device="cuda")
+
+    def gradients() -> list[torch.Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = opt(x).float().square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    with torch.autocast("cuda", torch.bfloat16):
+        opt = graphopt.optimize(model, x)
+        assert graphopt.verify(opt, x).passed
+    after = gradients()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = gradients()
+    for a, b in zip(after, exact, strict=True):
+        assert (a - b).norm() <= 0.05 * b.norm()
