@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from typing import Any
 
+import torch
 from torch import fx
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<fn>\S+)\n\s+(?P<code>[^\n]*)'
 )
@@ -20,7 +23,8 @@ class Site:
     Attributes:
         module: path of the module that computed it ("layers.0.mlp"), "" for the root.
         module_class: class name of that module.
-        file: source file of the innermost user frame, None where export recorded none.
+        file: source file of the innermost frame outside torch ("self.norm(x)" and not the line in
+            torch's own LayerNorm; torch's where there is no other), None where export recorded none.
         line: line in that file.
         code: the text of that line.
     """
@@ -41,7 +45,7 @@ class Site:
         return dataclasses.asdict(self)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RewriteRecord:
     """One rewrite that was applied, with the subgraph that it replaced.
 
@@ -84,6 +88,16 @@ class RewriteRecord:
         """One line for a table or a log."""
         return f"#{self.ordinal} {self.rule} at {self.site}"
 
+    def __repr__(self) -> str:
+        """One line: rule, place, ops before and after, bytes saved."""
+        if self.kind == "global":
+            what = f"the whole graph by pass {self.pass_name}"
+        else:
+            before, after = map(", ".join, (self.ops_before, self.ops_after))
+            what = f"at {self.site}: {before} -> {after or 'nothing new'}"
+        saved = self.bytes_before - self.bytes_after
+        return f"<rewrite #{self.ordinal} {self.rule} {what}; {saved} bytes saved>"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the graphs are left out."""
         skip = {"reference", "replacement", "site"}
@@ -93,7 +107,7 @@ class RewriteRecord:
         return {**data, "site": self.site.to_dict()}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Refusal:
     """A rule that came near and did not fire, and why.
 
@@ -118,6 +132,10 @@ class Refusal:
         count = f"({self.matched} of {self.total} ops matched)"
         return f"{self.rule} at {self.site}: {self.reason} {count}"
 
+    def __repr__(self) -> str:
+        """The same line, marked as an object."""
+        return f"<refusal {self}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return dataclasses.asdict(self)
@@ -139,5 +157,7 @@ def site_of(node: fx.Node) -> Site:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return Site(path, cls)
-    file, line, _fn, code = frames[-1]
+    # A frame of torch's own modules tells a user nothing; the line that called them does.
+    outside = [f for f in frames if not f[0].startswith(_TORCH)]
+    file, line, _fn, code = (outside or frames)[-1]
     return Site(path, cls, file, int(line), code.strip())
