@@ -220,17 +220,15 @@ class BenchResult:
             if kind in ("gemm", "fused", "other")
             or any(t.kinds[kind] >= 5e-4 for t in times.values())
         ]
-        rest = "outside ops" if self.device == "cpu" else "idle"
-        header = ("ms a step", *(_TITLES.get(k, k) for k in shown), rest, "busy")
-        rows = [
-            (
-                name,
-                *(_number(t.kinds[kind]) for kind in shown),
-                _number(t.idle_ms),
-                "-" if self[name].busy is None else f"{self[name].busy:.0%}",
-            )
-            for name, t in times.items()
-        ]
+        on_cpu = self.device == "cpu"
+        rest = ("outside ops",) if on_cpu else ("idle", "busy")
+        header = ("ms a step", *(_TITLES.get(k, k) for k in shown), *rest)
+        rows = []
+        for name, t in times.items():
+            busy = self[name].busy
+            part = "-" if busy is None else f"{busy:.0%}"
+            figures = [*(t.kinds[kind] for kind in shown), t.idle_ms]
+            rows.append((name, *map(_number, figures), *(() if on_cpu else (part,))))
         return Table(header, tuple(rows), right=header[1:])
 
     def parts(self) -> list[Part]:
@@ -255,10 +253,10 @@ class BenchResult:
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits or so, no exponent."""
+    """Three or four significant digits, no exponent."""
     if value is None:
         return "-"
-    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def _ratio(value: float | None) -> str:

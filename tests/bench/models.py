@@ -5,18 +5,15 @@
 
 Prints for each model and variant the median time of forward, backward and zero_grad, the peak of
 allocated memory, and the time of the first step (start-up); ratios are to eager of the same run.
-Variants run one after the other in one process, each on a freshly built model with equal weights.
+The variants take turns in one process, over the same weights (`graphopt.bench`).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,21 +21,9 @@ from typing import Any
 import torch
 
 import graphopt
+from graphopt.bench import BenchResult, Row
 
 GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One variant of one model: milliseconds, bytes, seconds."""
-
-    model: str
-    variant: str
-    step_ms: float
-    spread_ms: float
-    peak_bytes: int
-    start_s: float
-    loss: float
 
 
 def llama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -75,79 +60,41 @@ MODELS: dict[str, Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]]]
     "llama": llama,
     "gpt2": gpt2,
 }
-VARIANTS: dict[str, Callable[[torch.nn.Module], Any]] = {
-    "eager": lambda model: model,
-    "compile": torch.compile,
-    "graphopt": graphopt.optimize,
-    "graphopt_unfused": lambda model: graphopt.optimize(model, fuse=False),
-}
+VARIANTS = ("eager", "compile", "graphopt", "graphopt_unfused")
 
 
-def measure(name: str, variant: str, steps: int, profile: bool) -> Result:
-    """Build a model, run one variant of it, and time its training step."""
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+def measure(name: str, variants: list[str], steps: int, profile: bool) -> BenchResult:
+    """Build a model and time its training step under bf16 autocast in every variant."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model = model.cuda().train()
-    inputs = {k: v.cuda() for k, v in inputs.items()}
-    run = VARIANTS[variant](model)
-
-    def step() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = run(**inputs)[0]
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    start = time.perf_counter()
-    loss = step()
-    torch.cuda.synchronize()
-    start_s = time.perf_counter() - start
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    peak = torch.cuda.max_memory_allocated()
-    if profile:
-        print(device_time(step))
-    quartiles = statistics.quantiles(times, n=4)
-    return Result(
-        model=name,
-        variant=variant,
-        step_ms=statistics.median(times),
-        spread_ms=quartiles[2] - quartiles[0],
-        peak_bytes=peak,
-        start_s=start_s,
-        loss=float(loss),
+    against: list[Any] = [v for v in variants if v in ("eager", "compile")]
+    if "graphopt_unfused" in variants:
+        against.append({"graphopt_unfused": graphopt.optimize(model, fuse=False)})
+    return graphopt.bench(
+        model,
+        (),
+        against,
+        example_kwargs={k: v.cuda() for k, v in inputs.items()},
+        train=True,
+        autocast="bf16",
+        rounds=max(1, steps // 2),
+        seconds=1e-3,  # the shortest turn, of two steps
+        copy=False,
+        profile=profile,
     )
 
 
-def device_time(step: Callable[[], object], rows: int = 30) -> str:
-    """Device milliseconds of one step by kernel, the largest first."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    with profiler(activities=[ProfilerActivity.CUDA]) as seen:
-        step()
-        torch.cuda.synchronize()
-    events = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events) / 1e3
-    lines = [f"device time {total:.2f} ms"]
-    lines += [
-        f"  {e.self_device_time_total / 1e3:8.3f} ms {e.count:5d} x {e.key[:90]}"
-        for e in events[:rows]
-    ]
-    return "\n".join(lines)
+def line(result: BenchResult, row: Row) -> str:
+    """The figures of one variant."""
+    if row.error is not None:
+        return f"{row.name:18s} failed: {row.error}"
+    return (
+        f"{row.name:18s} {row.ms:8.2f} ms (+-{row.high_ms - row.low_ms:.2f}) "
+        f"{result.ratio(row.name) or 1:5.2f}x  peak {row.peak_bytes / GIB:6.2f} GiB "
+        f"{result.ratio(row.name, 'peak_bytes') or 1:5.2f}x  start {row.start_s:5.1f} s  "
+        f"loss {row.value:.4f}"
+    )
 
 
 def main() -> int:
@@ -159,26 +106,32 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="device time by kernel as well")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args()
+    variants = options.variants.split(",")
+    unknown = sorted({*variants} - {*VARIANTS})
+    if unknown:
+        parser.error(f"no variant is called {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
     torch.set_float32_matmul_precision("high")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    results: list[Result] = []
+    results = []
     for name in options.models.split(","):
-        for variant in options.variants.split(","):
-            result = measure(name, variant, options.steps, options.profile)
-            results.append(result)
-            eager = next((r for r in results if r.model == name), result)
-            print(
-                f"{name:8s} {variant:18s} {result.step_ms:8.2f} ms (+-{result.spread_ms:.2f}) "
-                f"{result.step_ms / eager.step_ms:5.2f}x  peak {result.peak_bytes / GIB:6.2f} GiB "
-                f"{result.peak_bytes / eager.peak_bytes:5.2f}x  start {result.start_s:5.1f} s  "
-                f"loss {result.loss:.4f}",
-                flush=True,
-            )
+        result = measure(name, variants, options.steps, options.profile)
+        results.append(result.to_dict())
+        for row in result.rows:
+            if row.name in variants:
+                print(f"{name:8s} {line(result, row)}", flush=True)
+        if options.profile:
+            print(f"\n{result!r}\n")
+            for row in result.rows:
+                print(f"{name} {row.name}: device time by kernel")
+                for k in row.device.kernels if row.device else ():
+                    print(f"  {k.ms:8.3f} ms {k.calls:5.0f} x {k.kind:11s} {k.name[:80]}")
+        gc.collect()
+        torch.cuda.empty_cache()
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
+        options.json.write_text(json.dumps(results, indent=1))
     return 0
 
 
