@@ -49,6 +49,7 @@ __all__ = [
     "detach",
     "explain",
     "optimize",
+    "testing",
     "verify",
 ]
 
@@ -73,6 +74,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
+    if name == "testing":
+        return importlib.import_module("graphopt.testing")
     if name not in _HOME:
         raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,303 @@
+"""`assert_equivalent`: one step of a model and of its optimized twin, under the error contract."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.errors import GraphOptError, OptionError
+from graphopt.numerics import Comparison, compare, only_mean_failed, pool
+from graphopt.options import check_inputs
+from graphopt.testing.atrest import graph_at_rest
+from graphopt.testing.blame import Suspect, find_suspect
+from graphopt.testing.failure import EquivalenceError, Finding, facts_differ, first_tensor
+from graphopt.testing.inputs import copy_arguments, floating
+from graphopt.testing.observe import Observed, Plan, Upstream, observe, requirements
+from graphopt.testing.script import write_script
+from graphopt.testing.truth import GraphTruth, ModelTruth, Tensors, capture_fault, graphopt_of
+
+DRAWS = 8
+"""From how many upstream gradients a geometric mean is taken that is too high in the first."""
+
+SEED = 20_011
+
+
+@dataclasses.dataclass(frozen=True)
+class Equivalence:
+    """What `assert_equivalent` found, when it found nothing wrong.
+
+    Attributes:
+        comparison: the errors of each tensor beside eager's.
+        notes: what was compared under a condition (dropout at p = 0, say).
+    """
+
+    comparison: Comparison
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"comparison": self.comparison.to_dict(), "notes": list(self.notes)}
+
+    def __repr__(self) -> str:
+        """The table of errors, then the notes."""
+        return "\n".join([repr(self.comparison), *(f"note: {n}" for n in self.notes)])
+
+
+def assert_equivalent(
+    model: nn.Module,
+    optimized: nn.Module,
+    inputs: torch.Tensor | Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    upstream: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    input_gradients: bool = True,
+    strides: bool = True,
+    blame: bool = True,
+    factory: Callable[[], nn.Module] | None = None,
+    seed: int = SEED,
+) -> Equivalence:
+    """Assert that an optimized module does what its model does, in one step.
+
+    Both run once on copies of the inputs, in the model's present mode and under the caller's
+    autocast and grad mode; a third run in float64 is the truth. Compared are: results (values by
+    the error contract of `graphopt.verify`; structure, dtype, shape, strides, shared memory and
+    `requires_grad` exactly), the gradient of every parameter and of every floating argument, a
+    gradient of None where eager has none, buffers, and what the call wrote into its arguments.
+    Dropout is compared at p = 0. Afterwards both modules, their gradients and torch's generators
+    are as they were.
+
+    Args:
+        model: the source. It may share its parameters with `optimized`.
+        optimized: what `graphopt.optimize` returned, an attached model, or any other module that
+            shall be equivalent, with the same parameter and buffer names.
+        inputs: a tensor, or the positional arguments.
+        kwargs: the keyword arguments.
+        upstream: gradients of the results that backward starts from, one per result tensor (None
+            for a drawn one). By default each is drawn from a normal distribution.
+        input_gradients: compare the gradient of every floating argument; False: only of those
+            that require one.
+        strides: compare the strides of results.
+        blame: look for the rewrite that is at fault, with `graphopt.verify` and then by halving
+            `max_rewrites`; takes a few captures more.
+        factory: a function at the top level of a file that makes the model: the script of a
+            failure then builds the model by it instead of from the captured graph.
+        seed: of torch's generators in both runs, and of drawn upstream gradients.
+
+    Returns:
+        The errors of each tensor, and under what conditions they were taken.
+
+    Raises:
+        EquivalenceError: an `AssertionError` and a `VerifyError`: names the first tensor that is
+            off with its numbers, the rewrite to blame, and holds a script that reproduces it.
+        OptionError: for wrong arguments, before any run.
+        CaptureError: when `optimized` cannot capture the call.
+        Exception: whatever the model itself raises on these inputs.
+
+    Example:
+        >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4)
+        >>> import graphopt
+        >>> assert_equivalent(model, graphopt.optimize(model, x), x).comparison.passed
+        True
+    """
+    args, named = _check(model, optimized, inputs, kwargs)
+    leaves = copy_arguments(args, named)[2]
+    given = tuple(t.requires_grad for t in leaves)
+    asked = tuple(
+        g or (input_gradients and floating(t)) for g, t in zip(given, leaves, strict=True)
+    )
+    backward = torch.is_grad_enabled()
+    plan = Plan(args, named, asked, backward, seed, _upstream(upstream))
+    plan_of = lambda r: dataclasses.replace(plan, requires=r)  # noqa: E731
+    requires, eager = requirements(lambda r: observe(model, plan_of(r)), asked, given)
+    trial = _Trial(model, optimized, plan_of(requires), eager, strides)
+    if requires != asked:
+        trial.note("arguments that are written in place: compared without their gradients")
+    finding = trial.run()
+    if finding is None:
+        assert trial.comparison is not None
+        return Equivalence(trial.comparison, tuple(trial.notes))
+    suspect = find_suspect(trial.again, optimized, trial.plan) if blame else Suspect()
+    script = write_script(model, optimized, trial.plan, factory, strides, str(finding))
+    raise EquivalenceError.of(finding, suspect, script, trial.comparison, trial.notes)
+
+
+class _Trial:
+    """The runs of one assertion."""
+
+    def __init__(
+        self, model: nn.Module, optimized: nn.Module, plan: Plan, eager: Observed, strides: bool
+    ) -> None:
+        self.model = model
+        self.optimized = optimized
+        self.plan = plan
+        self.eager = eager
+        self.strides = strides
+        self.notes: list[str] = []
+        self.comparison: Comparison | None = None
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def again(self, optimized: nn.Module) -> bool:
+        """Whether another optimized module passes the same trial."""
+        return _Trial(self.model, optimized, self.plan, self.eager, self.strides).run() is None
+
+    def run(self) -> Finding | None:
+        """What is wrong, None when nothing is."""
+        if self.eager.dropped:
+            self.note("dropout: compared at p = 0")
+        try:
+            optimized = self._optimized({})
+        except GraphOptError:
+            raise
+        except Exception as error:  # eager did not raise, so this is the finding
+            return Finding(f"{type(self.optimized).__name__} raised, eager does not",
+                           f"{type(error).__name__}: {error}", cause=error)  # fmt: skip
+        differs = facts_differ(self.eager, optimized, strides=self.strides)
+        if differs is not None and not _comparable(self.eager, optimized):
+            return differs
+        return self._judge(optimized) or differs
+
+    def _judge(self, optimized: Observed) -> Finding | None:
+        """The contract, and whether the capture itself can be trusted."""
+        graph, model = self._truths()
+        truth = graph or model
+        if truth is None:
+            return Finding("there is no float64 run to measure against", "; ".join(self.notes))
+        exact = truth(self.eager.upstream)
+        comparison = self._compare(self.eager, optimized, exact)
+        if only_mean_failed(comparison) and self.eager.upstream and not self.plan.given:
+            draws = [self._draw(truth, k) for k in range(1, DRAWS)]
+            comparison = pool([comparison, *draws])
+        self.comparison = comparison
+        if not comparison.passed:
+            return first_tensor(comparison, self.eager, optimized, exact)
+        if graph is not None and model is not None:
+            fault = capture_fault(self.eager, optimized, model(self.eager.upstream), graph.body)
+            if fault is not None:
+                return Finding("the captured graph is not the model", fault)
+        return None
+
+    def _truths(self) -> tuple[GraphTruth | None, ModelTruth | None]:
+        graph = model = None
+        entry, opt = self._entry(), graphopt_of(self.optimized)
+        if entry is not None and opt is not None:
+            try:
+                graph = GraphTruth(entry, opt.source, self.plan)
+            except Exception as error:  # a note, and the other truth serves
+                self.note(f"the captured graph does not run in float64: {error}")
+        if graph is None or not graph.drawn:
+            try:
+                model = ModelTruth(self.model, self.plan)
+                model(self.eager.upstream)
+            except Exception as error:
+                model = None
+                self.note(f"the model does not run in float64 ({type(error).__name__}: {error})")
+        else:
+            self.note("the model draws random numbers: measured against its graph alone")
+        return graph, model
+
+    def _entry(self) -> Any:
+        opt = graphopt_of(self.optimized)
+        if opt is None:
+            return None
+        args, kwargs, _ = copy_arguments(
+            self.plan.args, self.plan.kwargs, requires=self.plan.requires
+        )
+        return opt.capture(args, kwargs)
+
+    def _optimized(self, upstream: Upstream) -> Observed:
+        entry = self._entry() if self.eager.dropped else None
+        around = graph_at_rest(entry) if entry is not None else contextlib.nullcontext()
+        return observe(self.optimized, self.plan, upstream or self.eager.upstream, around=around)
+
+    def _draw(self, truth: Callable[[Upstream], Tensors], number: int) -> Comparison:
+        """The comparison from other upstream gradients."""
+        generator = torch.Generator().manual_seed(self.plan.seed + 1000 * number)
+        upstream = {
+            i: torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device, g.dtype)
+            for i, g in self.eager.upstream.items()
+        }
+        eager = observe(self.model, self.plan, upstream)
+        return self._compare(eager, self._optimized(upstream), truth(upstream))
+
+    def _compare(self, eager: Observed, optimized: Observed, exact: Tensors) -> Comparison:
+        names = list(eager.tensors)
+        return compare(
+            eager.tensors,
+            {k: optimized.tensors.get(k) for k in names},
+            {k: exact.get(k) for k in names},
+        )
+
+
+def _comparable(eager: Observed, optimized: Observed) -> bool:
+    """Whether the two hold tensors of the same names."""
+    return eager.tensors.keys() == optimized.tensors.keys()
+
+
+def _check(
+    model: Any, optimized: Any, inputs: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, when all is as it should be."""
+    for name, value in (("model", model), ("optimized", optimized)):
+        if not isinstance(value, nn.Module):
+            raise OptionError(f"{name} is a {type(value).__name__}, not an nn.Module")
+    if graphopt_of(model) is not None:
+        raise OptionError(
+            "model is optimized itself",
+            why="it is what the optimized one is measured against",
+            try_="assert_equivalent(opt.source, opt, inputs); for an attached model keep a "
+            "deepcopy from before attach()",
+        )
+    args, named = check_inputs(inputs, kwargs)
+    ours, theirs = _state(model), _state(optimized)
+    if ours.keys() != theirs.keys():
+        odd = sorted(ours.keys() ^ theirs.keys())
+        raise OptionError(
+            f"the two modules hold different parameters or buffers: {', '.join(odd[:5])}",
+            try_="optimize the model itself, or a deepcopy of it",
+        )
+    for name, tensor in ours.items():
+        other = theirs[name]
+        if tensor is not other and not _equal(tensor, other):
+            raise OptionError(
+                f"the two modules do not start from the same state: {name} differs",
+                try_="optimized.load_state_dict(model.state_dict())",
+            )
+    if model.training != optimized.training:
+        raise OptionError(
+            f"model.training is {model.training}, optimized.training is {optimized.training}",
+            try_="set both by train() or eval()",
+        )
+    return args or (), named
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.equal(a, b.to(a.device)) or torch.allclose(
+        a.double(), b.double().to(a.device), rtol=0, atol=0, equal_nan=True
+    ))  # fmt: skip
+
+
+def _upstream(given: Any) -> dict[int, torch.Tensor]:
+    if given is None:
+        return {}
+    if isinstance(given, torch.Tensor):
+        return {0: given}
+    if isinstance(given, Sequence) and all(g is None or isinstance(g, torch.Tensor) for g in given):
+        return {i: g for i, g in enumerate(given) if g is not None}
+    raise OptionError(
+        f"upstream is a {type(given).__name__}",
+        try_="a tensor for the first result, or a sequence with one per result tensor",
+    )
