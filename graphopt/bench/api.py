@@ -82,9 +82,10 @@ def bench(
     Args:
         model: the model, in the mode that is to be measured.
         inputs: a tensor, or the positional arguments of `forward`.
-        against: what else to measure: "eager", "compile"; and `{"name": callable}` for a module
-            or function that takes the inputs as the model does (it is called as it is, and its
-            gradients and buffers are set back). The first that runs is what ratios are to.
+        against: what else to measure: "eager"; "compile" (`torch.compiler.reset()` goes before
+            it); and `{"name": callable}` for a module or function that takes the inputs as the
+            model does (it is called as it is, and its gradients and buffers are set back). The
+            first that runs is what ratios are to.
         example_kwargs: the keyword arguments of `forward`.
         train: True puts the model in training mode and measures forward and backward, False puts
             it in eval mode and measures the forward without gradients. None leaves the modes and

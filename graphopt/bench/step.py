@@ -211,8 +211,10 @@ def kept(modules: Sequence[nn.Module], rng: Rng) -> Iterator[None]:
     """Set gradients, buffers, training flags and random state back at the end of the block."""
     parameters = list(dict.fromkeys(_parameters(modules)))
     gradients = [p.grad for p in parameters]
+    every = list(dict.fromkeys(m for module in modules for m in module.modules()))
+    registered = {m: dict(m._buffers) for m in every}
     buffers = {b: b.detach().clone() for m in modules for b in m.buffers()}
-    flags = {m: m.training for module in modules for m in module.modules()}
+    flags = {m: m.training for m in every}
     for p in parameters:
         p.grad = None
     try:
@@ -220,6 +222,8 @@ def kept(modules: Sequence[nn.Module], rng: Rng) -> Iterator[None]:
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
+        for m, own in registered.items():
+            m._buffers.update(own)
         with torch.no_grad():
             for buffer, value in buffers.items():
                 if not torch.equal(buffer, value):
