@@ -84,6 +84,9 @@ class Match:
     def inside_use(self) -> str | None:
         """Why the match may not be fused because of a value that is used elsewhere, or None."""
         inside = set(self.nodes)
+        for name, bound in self.captures.items():
+            if isinstance(bound, fx.Node) and bound in inside:
+                return f"the inside value {_call(bound)} is also the operand {name}"
         for node in self.nodes:
             if node in self.outputs:
                 continue

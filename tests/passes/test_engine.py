@@ -122,6 +122,17 @@ def test_inside_value_used_elsewhere_refuses_with_the_user():
     assert refusal.to_dict()["site"]["line"]
 
 
+def test_an_inside_value_that_is_an_operand_too_refuses():
+    def squared(x):
+        g = F.gelu(x)
+        return g * g  # gate and up of a gated unit are one value
+
+    result = run_pipeline(body_of(squared, (torch.randn(3, 8),)))
+    assert not [r for r in result.rewrites if r.rule == "glu"]
+    reasons = [r.reason for r in result.refusals if r.rule == "glu"]
+    assert any("also the operand up" in reason for reason in reasons), reasons
+
+
 def test_no_rule_crosses_a_no_grad_region():
     body = body_of(lambda g, u: F.silu(g) * u, (torch.ones(2, 8), torch.ones(2, 8)))
     next(n for n in body.graph.nodes if n.name == "silu").meta["graphopt_no_grad"] = True
