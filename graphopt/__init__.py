@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from graphopt.api import optimize, verify
     from graphopt.attach import attach, detach
     from graphopt.bench import bench
+    from graphopt.bisect import bisect
+    from graphopt.diff import diff
     from graphopt.errors import (
         BudgetError,
         CaptureError,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from graphopt.report.explain import explain
+    from graphopt.report.summary import report
 
 __version__ = "0.1.0"
 
@@ -46,9 +49,12 @@ __all__ = [
     "__version__",
     "attach",
     "bench",
+    "bisect",
     "detach",
+    "diff",
     "explain",
     "optimize",
+    "report",
     "testing",
     "verify",
 ]
@@ -65,9 +71,12 @@ _HOME = {
     "VerifyError": "graphopt.errors",
     "attach": "graphopt.attach",
     "bench": "graphopt.bench",
+    "bisect": "graphopt.bisect",
     "detach": "graphopt.attach",
+    "diff": "graphopt.diff",
     "explain": "graphopt.report.explain",
     "optimize": "graphopt.api",
+    "report": "graphopt.report.summary",
     "verify": "graphopt.api",
 }
 

@@ -131,7 +131,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from graphopt.report.explain import explain
-    from graphopt.report.table import show
+    from graphopt.report.view import show
 
     model, args, kwargs = load_target(arguments.target, arguments.mode)
     found = explain(model, args, kwargs, rules=arguments.rules)
@@ -145,7 +145,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from graphopt.report.proof import proof_table, proof_text
-    from graphopt.report.table import show
+    from graphopt.report.view import show
 
     model, args, kwargs = load_target(arguments.target, arguments.mode)
     opt = graphopt.optimize(model, args, kwargs, rules=arguments.rules)
@@ -160,7 +160,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _rules(arguments: argparse.Namespace) -> int:
     from graphopt.passes import all_rules
-    from graphopt.report.table import Table, show
+    from graphopt.report.table import Table
+    from graphopt.report.view import show
 
     rows = [
         {"name": r.name, "family": r.family, "doc": r.doc.split("\n")[0], "module": r.module}

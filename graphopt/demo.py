@@ -17,7 +17,8 @@ import graphopt
 from graphopt.env import describe
 from graphopt.report.proof import proof_table, proof_text
 from graphopt.report.rules import RuleSummary, by_rule, rule_table
-from graphopt.report.table import Table, show, size
+from graphopt.report.table import Table, size
+from graphopt.report.view import show
 from graphopt.verdict import VerifyResult
 
 

@@ -23,8 +23,8 @@ class Site:
     Attributes:
         module: path of the module that computed it ("layers.0.mlp"), "" for the root.
         module_class: class name of that module.
-        file: source file of the innermost frame outside torch ("self.norm(x)" and not the line in
-            torch's own LayerNorm; torch's where there is no other), None where export recorded none.
+        file: source file of the innermost frame outside torch (the line that calls `self.norm(x)`,
+            not one in torch's LayerNorm), torch's where there is no other, None where there is none.
         line: line in that file.
         code: the text of that line.
     """

@@ -154,16 +154,17 @@ def python_code(body: Body, signature: inspect.Signature | None = None) -> str:
     return "\n".join([*head, *lines]) + "\n"
 
 
-def function_code(body: Body, name: str = "forward") -> str:
+def function_code(body: Body, name: str = "forward", owner: tuple[str, ...] = ("self",)) -> str:
     """The function that `python_code` prints, without the imports above it.
 
     Args:
         body: the body to print.
         name: the function's name.
+        owner: its first parameter; empty for a graph that reads no state.
     """
     names = _Names(body)
     inputs = [names.of(n) for n in body.placeholders]
-    lines = [f"def {name}({', '.join(['self', *inputs])}):"]
+    lines = [f"def {name}({', '.join([*owner, *inputs])}):"]
     shapes = [
         f"{i}: {type_text(n.meta.get('val'))}"
         for i, n in zip(inputs, body.placeholders, strict=True)

@@ -16,7 +16,13 @@ from graphopt.capture.key import ambient, autocast_dtypes
 from graphopt.cost.ops import nodes_cost
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
-from graphopt.options import check_inputs, check_model, check_passes
+from graphopt.options import (
+    check_fit,
+    check_inputs,
+    check_model,
+    check_passes,
+    names_checked,
+)
 from graphopt.passes import PipelineResult, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.report.rules import (
@@ -27,7 +33,8 @@ from graphopt.report.rules import (
     reason_table,
     rule_table,
 )
-from graphopt.report.table import Table, size
+from graphopt.report.table import Table, percent, size
+from graphopt.report.view import Part, html_fragment, plain
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -107,7 +114,7 @@ class Explanation:
         return (
             f"{self.model}  {self.mode}  {', '.join(self.inputs)}   "
             f"{self.nodes_before} ops -> {self.nodes_after}   "
-            f"{size(self.bytes_before)} moved -> {size(self.bytes_after)} ({-100 * less:+.0f}%)   "
+            f"{size(self.bytes_before)} moved -> {size(self.bytes_after)} ({percent(less)})   "
             f"{self.seconds:.1f} s"
         )
 
@@ -126,9 +133,16 @@ class Explanation:
         tables = [rule_table(fired)] if fired else []
         return tables + ([reason_table(self.refused)] if self.refused else [])
 
+    def parts(self) -> list[Part]:
+        """What is shown, in order."""
+        return [self.headline, *self.tables(), self.closing]
+
     def __repr__(self) -> str:
         """The tables as plain text."""
-        return "\n\n".join([self.headline, *map(str, self.tables()), self.closing])
+        return plain(self.parts())
+
+    def _repr_html_(self) -> str:
+        return html_fragment(self.parts())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -141,6 +155,7 @@ class Explanation:
         return {**data, **{name: [r.to_dict() for r in getattr(self, name)] for name in nested}}
 
 
+@names_checked
 def explain(
     model: torch.nn.Module,
     example_inputs: torch.Tensor | Sequence[Any] | None = None,
@@ -174,8 +189,9 @@ def explain(
         >>> [row.rule for row in explain(model, torch.ones(2, 8)).rules if row.fired]
         ['layer_norm']
     """
-    check_model(model)
+    check_model(model, attached=True)
     args, kwargs = check_inputs(example_inputs, example_kwargs)
+    check_fit(model, args or (), kwargs)
     options = check_passes(fuse, rules, max_rewrites)
     start = time.perf_counter()
     captured = capture(model, args or (), kwargs)

@@ -42,6 +42,26 @@ def proof_text(result: VerifyResult) -> str:
     return "\n".join(lines)
 
 
+def folded_notes(notes: Sequence[str]) -> list[str]:
+    """Notes with equal ones about several rewrites told once.
+
+    Example:
+        >>> folded_notes(["rewrite #3: at p = 0", "rewrite #4: at p = 0", "slow"])
+        ['rewrites #3, #4: at p = 0', 'slow']
+    """
+    about: dict[str, list[str]] = {}
+    for note in notes:
+        who, colon, what = note.partition(": ")
+        one = bool(colon) and who.startswith("rewrite #")
+        about.setdefault(what if one else note, []).append(
+            who.removeprefix("rewrite ") if one else ""
+        )
+    return [
+        f"rewrite{'s' * (len(who) > 1)} {', '.join(who)}: {what}" if who[0] else what
+        for what, who in about.items()
+    ]
+
+
 def _row(rule: str, checks: Sequence[Check]) -> tuple[str, ...]:
     right = sum(check.passed for check in checks)
     worst = max(

@@ -109,7 +109,7 @@ def by_reason(refusals: Sequence[Refusal]) -> tuple[RefusalSummary, ...]:
     """
     groups: dict[tuple[str, str, str], list[Refusal]] = {}
     for refusal in refusals:
-        key = (refusal.rule, _without_numbers(refusal.reason), line_of(refusal.site))
+        key = (refusal.rule, without_numbers(refusal.reason), line_of(refusal.site))
         groups.setdefault(key, []).append(refusal)
     rows = [
         RefusalSummary(
@@ -126,11 +126,16 @@ def by_reason(refusals: Sequence[Refusal]) -> tuple[RefusalSummary, ...]:
     return tuple(sorted(rows, key=lambda row: (row.total - row.matched, row.rule, row.line)))
 
 
-def _without_numbers(reason: str) -> str:
+def without_numbers(reason: str) -> str:
     """A reason with the numbers of its node names starred: repeated blocks differ in these only."""
     reason = _NODE_BEFORE_OP.sub(r"\1_* (", reason)
     reason = _NODE_AFTER_OP.sub(r"\1 (\2_*)", reason)
     return _NUMBERED.sub("_*", reason)
+
+
+def op_count(names: Sequence[str]) -> int:
+    """How many ops run: taking one of several results is none."""
+    return sum(name != "getitem" for name in names)
 
 
 def line_of(site: Site) -> str:
@@ -162,12 +167,13 @@ def rule_table(rows: Iterable[RuleSummary]) -> Table:
 
 
 def reason_table(rows: Iterable[RefusalSummary]) -> Table:
-    """The refusals as a table: rule, how near it came, where, why."""
+    """The refusals as a table: rule, how near it came, how often, where; why on a line below."""
+    rows = tuple(rows)
     return Table(
-        header=("not fused", "ops", "where", "line", "why"),
+        header=("not fused", "ops", "times", "line", "where"),
         rows=tuple(
-            (row.rule, f"{row.matched}/{row.total}", row.where, row.line or "-", row.reason)
-            for row in rows
+            (r.rule, f"{r.matched}/{r.total}", str(r.count), r.line or "-", r.where) for r in rows
         ),
-        right=("ops",),
+        right=("ops", "times"),
+        notes=tuple(row.reason for row in rows),
     )

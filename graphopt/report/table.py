@@ -1,12 +1,10 @@
-"""Aligned text tables: plain strings for a pipe or a repr, rich ones for a terminal."""
+"""Aligned text tables."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TextIO
 
 WIDTH = 100
 """Columns that a plain table fits in."""
@@ -20,6 +18,7 @@ class Table:
         header: the column titles.
         rows: one tuple of cells each, as long as the header.
         right: titles of the columns that hold numbers, and so are aligned to the right.
+        notes: a sentence below each row, "" for none; empty for a table without notes.
 
     Example:
         >>> print(Table(("rule", "fired"), (("glu", "8"),), right=("fired",)))
@@ -30,14 +29,17 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The table as plain text, at most `WIDTH` columns wide where cells allow it."""
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
         last = max(20, WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1))
-        return "\n".join(
-            line for row in (self.header, *self.rows) for line in self._lines(row, widths, last)
-        )
+        lines = self._lines(self.header, widths, last)
+        for i, row in enumerate(self.rows):
+            lines += self._lines(row, widths, last)
+            lines += _note(self.notes[i]) if self.notes else []
+        return "\n".join(lines)
 
     def _lines(self, row: Sequence[str], widths: Sequence[int], last: int) -> list[str]:
         cells = [
@@ -46,38 +48,17 @@ class Table:
         ]
         head = "".join(cell + "  " for cell in cells[:-1])
         tail = cells[-1] if self.header[-1] in self.right else row[-1]
-        text = textwrap.wrap(tail, last, break_on_hyphens=False) if row[-1] == tail else [tail]
+        text = [tail]
+        if row[-1] == tail:
+            text = textwrap.wrap(tail, last, break_on_hyphens=False, break_long_words=False)
         lines = text or [""]
         return [(head + lines[0]).rstrip(), *(" " * len(head) + line for line in lines[1:])]
 
 
-def show(text: str, tables: Sequence[Table] = (), file: TextIO | None = None) -> None:
-    """Print a text and tables: with rich's colours on a terminal, plain everywhere else.
-
-    Args:
-        text: what to print first, "" for nothing.
-        tables: what to print after it.
-        file: where to, standard output by default.
-    """
-    file = sys.stdout if file is None else file
-    if not file.isatty():
-        print("\n\n".join(part for part in (text, *map(str, tables)) if part), file=file)
-        return
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    console = Console(file=file)
-    if text:
-        console.print(text, markup=False, highlight=False)
-    for i, table in enumerate(tables):
-        if text or i:
-            console.print()
-        view = RichTable(box=None, header_style="bold", pad_edge=False)
-        for title in table.header:
-            view.add_column(title, justify="right" if title in table.right else "left")
-        for row in table.rows:
-            view.add_row(*(cell.replace("[", r"\[") for cell in row))
-        console.print(view)
+def _note(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def size(count: int | float) -> str:
@@ -93,3 +74,14 @@ def size(count: int | float) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def percent(less: float) -> str:
+    """A share that is saved, as the change that it is.
+
+    Example:
+        >>> percent(0.304), percent(-0.02), percent(0.001)
+        ('-30%', '+2%', '+0%')
+    """
+    text = f"{-100 * less:+.0f}%"
+    return "+0%" if text == "-0%" else text

@@ -10,10 +10,11 @@ import dataclasses
 import html
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-from graphopt.report.table import Table
+from graphopt.report.table import WIDTH, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,19 @@ def _plain(part: Part) -> str:
     return str(part)
 
 
+def wrap(line: str) -> str:
+    """A line of text broken at `WIDTH`; below an indented one or an item, what follows is indented.
+
+    Example:
+        >>> wrap("  - a short line")
+        '  - a short line'
+    """
+    indent = " " * (len(line) - len(line.lstrip(" -")))
+    return textwrap.fill(
+        line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
 def wants_style(file: TextIO) -> bool:
     """Whether colours and bold type may be written: a terminal, `NO_COLOR` unset, rich there."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not file.isatty():
@@ -77,6 +91,18 @@ def wants_style(file: TextIO) -> bool:
     except ImportError:
         return False
     return True
+
+
+def show(text: str, tables: Sequence[Table] = (), file: TextIO | None = None) -> None:
+    """Print a text and tables: with rich's styles on a terminal, plain everywhere else.
+
+    Args:
+        text: what to print first, "" for nothing.
+        tables: what to print after it.
+        file: where to, standard output by default.
+    """
+    parts: list[Part] = [text] if text else []
+    show_parts([*parts, *tables], file)
 
 
 def show_parts(parts: Sequence[Part], file: TextIO | None = None) -> None:
@@ -119,7 +145,7 @@ def _print_styled(console: Any, part: Part) -> None:
             view.add_column(title, justify="right" if title in part.right else "left")
         for row in part.rows:
             view.add_row(*map(Text, row))
-        console.print(view)
+        console.print(view if not part.notes else Text(str(part)))
     else:
         console.print(part, markup=False, highlight=False)
 
@@ -134,6 +160,7 @@ STYLE = """
 .graphopt th, .graphopt td { padding: .15em 1em .15em 0; vertical-align: top; }
 .graphopt .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .graphopt pre { background: #8881; padding: .6em .8em; overflow-x: auto; font-size: 12.5px; }
+.graphopt .note { padding: 0 0 .5em 2em; opacity: .8; }
 .graphopt p { white-space: pre-wrap; }
 .graphopt .add { background: #2a82; } .graphopt .del { background: #d332; }
 .graphopt summary { cursor: pointer; }
@@ -184,12 +211,13 @@ def _html_table(table: Table) -> str:
     head = "".join(
         f"<th{k}>{html.escape(t)}</th>" for k, t in zip(kinds, table.header, strict=True)
     )
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td{k}>{html.escape(c)}</td>" for k, c in zip(kinds, row, strict=True))
-        + "</tr>\n"
-        for row in table.rows
-    )
+    rows = ""
+    for i, row in enumerate(table.rows):
+        cells = "".join(f"<td{k}>{html.escape(c)}</td>" for k, c in zip(kinds, row, strict=True))
+        rows += f"<tr>{cells}</tr>\n"
+        if table.notes and table.notes[i]:
+            note = html.escape(table.notes[i])
+            rows += f"<tr><td colspan='{len(row)}' class='note'>{note}</td></tr>\n"
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>\n"
 
 

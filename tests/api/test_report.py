@@ -11,7 +11,8 @@ from graphopt.numerics import Comparison, TensorError
 from graphopt.report.fold import fold, fold_text
 from graphopt.report.proof import proof_table, proof_text
 from graphopt.report.rules import by_reason, by_rule, line_of, reason_table, rule_table
-from graphopt.report.table import WIDTH, Table, show, size
+from graphopt.report.table import WIDTH, Table, size
+from graphopt.report.view import show
 from graphopt.verdict import Check, VerifyResult
 
 
@@ -148,8 +149,9 @@ def test_rule_table_text():
 
 def test_reason_table_text():
     assert str(reason_table(by_reason([refusal("bias_act", "mlp")]))) == (
-        "not fused  ops  where  line      why\n"
-        "bias_act   2/3  mlp    gpt.py:7  the sum is used elsewhere"
+        "not fused  ops  times  line      where\n"
+        "bias_act   2/3      1  gpt.py:7  mlp\n"
+        "    the sum is used elsewhere"
     )
 
 

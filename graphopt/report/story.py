@@ -1,0 +1,203 @@
+"""The report as a new user reads it: what became faster, why not the rest, is it still right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from graphopt.passes import all_rules
+from graphopt.report.proof import folded_notes, proof_table, proof_text
+from graphopt.report.remaining import remaining_table
+from graphopt.report.rules import op_count, reason_table
+from graphopt.report.table import Table, percent, size
+from graphopt.report.view import Code, Heading, Part, wrap
+
+if TYPE_CHECKING:
+    from graphopt.report.summary import ModuleSummary, Report
+
+COUNTED = (
+    "Bytes are counted, not measured: one forward, each op reads its inputs and writes its results "
+    "once. Pointwise FLOPs are not counted: a fused kernel computes what its ops did, with fewer "
+    "trips to memory."
+)
+
+PASSES = {
+    "clean": "drops dead and repeated ops, folds constants",
+    "seed_dropout": "one seed a forward for all dropouts, so that a kernel can repeat them",
+    "materialize_autocast": "writes the casts of autocast into the graph",
+    "keep_output_strides": "results keep their memory layout",
+}
+"""What the rewrites of the whole graph do."""
+
+
+def story(made: Report, *, stable: bool) -> list[Part]:
+    """The parts of a report.
+
+    Args:
+        made: the report.
+        stable: leave out what differs from run to run and from machine to machine.
+    """
+    parts: list[Part] = [
+        f"graphopt report: {made.model}, {made.mode}, {', '.join(made.inputs)}",
+        Heading("1. What became faster"),
+        *_faster(made, stable=stable),
+        Heading("2. Why not the rest"),
+        *_rest(made),
+        Heading("3. Is it still right"),
+        *_right(made, stable=stable),
+        Heading("4. How it was made"),
+        *_made(made, stable=stable),
+    ]
+    return parts if stable else [*parts, Code(made.code, "The optimized graph (opt.code):")]
+
+
+def _faster(made: Report, *, stable: bool) -> list[Part]:
+    t = made.totals
+    less = 1 - t.bytes_after / t.bytes_before if t.bytes_before else 0.0
+    flops = _flops(t.flops_before)
+    if t.flops_before != t.flops_after:
+        flops += f" -> {_flops(t.flops_after)}"
+    else:
+        flops += ", as before"
+    local = [r for r in made.rewrites if r.kind == "local"]
+    summary = (
+        f"{t.ops_before} ops -> {t.ops_after}.  {size(t.bytes_before)} moved in a forward -> "
+        f"{size(t.bytes_after)} ({percent(less)}).  Matrix products, convolutions and "
+        f"attention: {flops}."
+    )
+    parts: list[Part] = [wrap(summary)]
+    if not made.rewrites:
+        parts.append("Nothing: no rule found anything to rewrite. Section 2 says why.")
+    if made.rewrites:
+        parts += [_rule_table(made), _meanings(made)]
+    if local:
+        parts += ["By module, in the order of the forward:", _module_table(made.modules)]
+    here = [] if stable else [wrap(f"On this machine: {made.kernels}.")]
+    return [*parts, wrap(COUNTED), *here]
+
+
+def _rule_table(made: Report) -> Table:
+    rows = []
+    for rule in (r for r in made.rules if r.fired):
+        fired = [r for r in made.rewrites if r.rule == rule.rule]
+        before, after = (
+            sum(op_count(names) for names in side)
+            for side in ([r.ops_before for r in fired], [r.ops_after for r in fired])
+        )
+        ops = f"{before} -> {after}" if before or after else "-"
+        saved = size(rule.bytes_saved) if rule.bytes_saved else "-"
+        rows.append((rule.rule, str(rule.fired), ops, saved, rule.where))
+    header = ("rule", "fired", "ops", "bytes saved", "where")
+    return Table(header, tuple(rows), right=header[1:4])
+
+
+def _meanings(made: Report) -> str:
+    """One line for each rule that fired: what it does."""
+    docs = {r.name: r.doc.split("\n")[0] for r in all_rules()}
+    does = {**PASSES, **docs}
+    fired = [r.rule for r in made.rules if r.fired]
+    return "\n".join(wrap(f"  {rule}: {does.get(rule, 'a rule of your own')}") for rule in fired)
+
+
+def _module_table(modules: Sequence[ModuleSummary]) -> Table:
+    rows = tuple(
+        (
+            (m.where or "(root)") + (f" x{m.count}" if m.count > 1 else ""),
+            f"{m.ops_before} -> {m.ops_after}",
+            size(m.bytes_saved) if m.bytes_saved else "-",
+            ", ".join(m.rules),
+        )
+        for m in modules
+    )
+    header = ("module", "ops", "bytes saved", "rules")
+    return Table(header, rows, right=header[1:3])
+
+
+def _rest(made: Report) -> list[Part]:
+    parts: list[Part] = [
+        wrap(
+            f"{made.shares} Fused kernels are graphopt's; matrix products, convolutions and "
+            "attention are tuned library kernels already and stay as they are."
+        )
+    ]
+    if made.remaining:
+        parts += ["The other ops, those that move most first:", remaining_table(made.remaining)]
+    if made.refused:
+        parts += [
+            "Rules that came near and were refused, the nearest first:",
+            reason_table(made.refused),
+        ]
+    elif made.remaining:
+        parts.append("No rule that came near was refused.")
+    return parts
+
+
+def _right(made: Report, *, stable: bool) -> list[Part]:
+    found = made.verification
+    if found is None:
+        return [
+            "Not checked in this report. The proof, rewrite by rewrite and for the whole step:\n"
+            "  graphopt.report(opt, verify=graphopt.verify(opt, inputs))"
+        ]
+    if found.passed:
+        verdict = (
+            f"Yes: {len(found.checks)} rewrites and the whole step, outputs and gradients, keep "
+            "the error contract against float64 beside eager."
+        )
+    else:
+        verdict = (
+            f"NO: {len(found.wrong)} wrong, {len(found.unchecked)} unchecked. "
+            "graphopt.bisect(model, inputs) finds the guilty rewrite."
+        )
+    table = proof_table(found)
+    if stable:
+        rows = tuple((row[0], row[1], row[-1]) for row in table.rows)
+        table = Table(("rule", "right", "where"), rows, right=("right",))
+    parts: list[Part] = [wrap(verdict), table]
+    if not found.passed:
+        parts.append(proof_text(found))
+    if found.notes:
+        parts.append("\n".join(wrap(f"note: {note}") for note in folded_notes(found.notes)))
+    return parts
+
+
+def _made(made: Report, *, stable: bool) -> list[Part]:
+    parts: list[Part] = []
+    if not stable:
+        total = sum(p[3] for p in made.passes)
+        parts.append(
+            f"capture {made.capture_seconds:.2f} s (torch.export {made.export_seconds:.2f} s), "
+            f"passes {total:.2f} s"
+        )
+    header: tuple[str, ...] = ("pass", "rewrites", "nodes after", "seconds")
+    rows = [(p, str(n), str(ops), f"{s:.2f}") for p, ops, n, s in made.passes]
+    if stable:
+        header, rows = header[:3], [row[:3] for row in rows]  # type: ignore[misc]
+    parts.append(Table(header, tuple(rows), right=header[1:]))
+    if made.recaptures:
+        parts.append("Captured again:\n" + "\n".join(wrap(f"  - {text}") for text in _folded(made)))
+    else:
+        parts.append("Captured once.")
+    if not stable:
+        versions = ", ".join(f"{k} {v}" for k, v in made.versions.items() if v)
+        parts.append(wrap(versions))
+    return parts
+
+
+def _folded(made: Report) -> list[str]:
+    """The recaptures, equal ones counted."""
+    counts: dict[str, int] = {}
+    for recapture in made.recaptures:
+        text = str(recapture)
+        counts[text] = counts.get(text, 0) + 1
+    return [text + (f" (x{n})" if n > 1 else "") for text, n in counts.items()]
+
+
+def _flops(count: int) -> str:
+    """A number of floating-point operations with its decimal unit."""
+    value = float(count)
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
+        if value < 1000 or unit == "TFLOP":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "FLOP" else f"{value:.1f} {unit}"

@@ -1,0 +1,335 @@
+"""The report on an optimized module: what became faster, why not the rest, is it still right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+import graphopt
+from graphopt.capture.store import Recapture
+from graphopt.cost.ops import nodes_cost
+from graphopt.errors import OptionError
+from graphopt.graph.record import RewriteRecord
+from graphopt.graph.text import python_code
+from graphopt.report.fold import fold
+from graphopt.report.progress import progress
+from graphopt.report.remaining import Remaining, Shares, matrix_flops, remaining
+from graphopt.report.rules import RefusalSummary, RuleSummary, by_reason, by_rule, op_count
+from graphopt.report.save import check_path, save
+from graphopt.report.subject import Subject, subject_of
+from graphopt.report.view import Part, html_fragment, html_page, plain
+from graphopt.verdict import VerifyResult
+
+SCHEMA = "graphopt.report/1"
+"""Name and version of the JSON, described in docs/report.schema.json.
+
+The number rises when a key goes or changes its meaning; a new key does not raise it.
+"""
+
+SUFFIXES = (".txt", ".json", ".html")
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """The graph before and after; of one forward.
+
+    Attributes:
+        ops_before: ops as captured.
+        ops_after: ops as optimized.
+        bytes_before: bytes read and written as captured, each op run as a kernel.
+        bytes_after: the same, optimized.
+        flops_before: of matrix products, convolutions and attention, as captured.
+        flops_after: the same, optimized.
+    """
+
+    ops_before: int
+    ops_after: int
+    bytes_before: int
+    bytes_after: int
+    flops_before: int
+    flops_after: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        saved = {
+            "bytes_saved": self.bytes_before - self.bytes_after,
+            "flops_saved": self.flops_before - self.flops_after,
+        }
+        return {**dataclasses.asdict(self), **saved}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleSummary:
+    """What was rewritten in a module, or in the equal modules of repeated blocks.
+
+    Attributes:
+        where: module path, the numbers that differ replaced by a star; "" for the root.
+        count: how many modules that is.
+        rewrites: rewrites in all of them.
+        rules: the rules that fired there.
+        ops_before: ops that were replaced.
+        ops_after: ops that took their place.
+        bytes_saved: bytes no longer moved in a forward.
+    """
+
+    where: str
+    count: int
+    rewrites: int
+    rules: tuple[str, ...]
+    ops_before: int
+    ops_after: int
+    bytes_saved: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**dataclasses.asdict(self), "rules": list(self.rules)}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """All that there is to know about one optimized graph. Its repr is the text.
+
+    Attributes:
+        model: class name of the model.
+        mode: "train" or "eval".
+        inputs: one text per tensor input, "input_ids: i64[2, 64]".
+        totals: the graph before and after.
+        rules: what each rule did, the greatest saving first.
+        modules: what was rewritten where, in the order of the forward.
+        rewrites: the records.
+        shares: who moves the bytes that are left.
+        remaining: the ops that no rule took, and why.
+        refused: the near misses by reason and line, the nearest first.
+        recaptures: captures after the first, with their reasons.
+        verification: what `verify` found, None where it was not run.
+        capture_seconds: time of the capture.
+        export_seconds: the part of it inside `torch.export`.
+        passes: (pass, ops after it, rewrites, seconds) in order.
+        kernels: how fused ops run on this machine, one sentence.
+        versions: package -> version, None where it is not installed.
+        code: the optimized graph as Python.
+    """
+
+    model: str
+    mode: str
+    inputs: tuple[str, ...]
+    totals: Totals
+    rules: tuple[RuleSummary, ...]
+    modules: tuple[ModuleSummary, ...]
+    rewrites: tuple[RewriteRecord, ...]
+    shares: Shares
+    remaining: tuple[Remaining, ...]
+    refused: tuple[RefusalSummary, ...]
+    recaptures: tuple[Recapture, ...]
+    verification: VerifyResult | None
+    capture_seconds: float
+    export_seconds: float
+    passes: tuple[tuple[str, int, int, float], ...]
+    kernels: str
+    versions: dict[str, str | None]
+    code: str
+
+    def parts(self, *, stable: bool = False) -> list[Part]:
+        """What is shown, in order.
+
+        Args:
+            stable: leave out what differs from run to run and from machine to machine: seconds,
+                versions, rounding errors, the code.
+        """
+        from graphopt.report.story import story
+
+        return story(self, stable=stable)
+
+    def text(self, *, stable: bool = False) -> str:
+        """The report as plain text.
+
+        Args:
+            stable: as for `parts`.
+        """
+        return plain(self.parts(stable=stable)) + "\n"
+
+    def html(self) -> str:
+        """The report as one HTML file that needs no network."""
+        return html_page(f"graphopt report: {self.model}", self.parts())
+
+    def __repr__(self) -> str:
+        """The report as plain text."""
+        return self.text().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        return html_fragment(self.parts())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; docs/report.schema.json describes it."""
+        return {
+            "schema": SCHEMA,
+            "graphopt": graphopt.__version__,
+            "model": self.model,
+            "mode": self.mode,
+            "inputs": list(self.inputs),
+            "totals": self.totals.to_dict(),
+            "rules": [r.to_dict() for r in self.rules],
+            "modules": [m.to_dict() for m in self.modules],
+            "rewrites": [_rewrite(r) for r in self.rewrites],
+            "bytes_after_by_kind": self.shares.to_dict(),
+            "remaining": [r.to_dict() for r in self.remaining],
+            "refusals": [r.to_dict() for r in self.refused],
+            "recaptures": [r.to_dict() for r in self.recaptures],
+            "verification": None if self.verification is None else self.verification.to_dict(),
+            "seconds": {
+                "capture": self.capture_seconds,
+                "export": self.export_seconds,
+                "passes": sum(p[3] for p in self.passes),
+            },
+            "passes": [
+                dict(zip(("name", "ops", "rewrites", "seconds"), p, strict=True))
+                for p in self.passes
+            ],
+            "environment": {"kernels": self.kernels, "versions": self.versions},
+            "code": self.code,
+        }
+
+    def json(self) -> str:
+        """`to_dict` as JSON text; numbers that JSON cannot hold (inf, nan) become null."""
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+
+
+def report(opt: Any, path: Any = None, *, verify: VerifyResult | None = None) -> Report:
+    """Report on the graph in force of an optimized module.
+
+    Args:
+        opt: what `optimize` or `attach` returned, with a graph captured.
+        path: a file to write, too: ".txt", ".json" (docs/report.schema.json) or ".html" (one file,
+            no network). It is written whole or not at all.
+        verify: what `graphopt.verify` returned, to be told in the report.
+
+    Returns:
+        The report: its repr is the text, `.to_dict()` is plain data, `.html()` a page.
+
+    Raises:
+        OptionError: for something that is no optimized module, and for a path that cannot be
+            written, before any work.
+        GraphOptError: when there is no graph yet.
+
+    Example:
+        >>> graphopt.report(opt, "report.html", verify=graphopt.verify(opt, x))  # doctest: +SKIP
+    """
+    if verify is not None and not isinstance(verify, VerifyResult):
+        raise OptionError(f"verify is {verify!r}"[:80], try_="verify=graphopt.verify(opt, inputs)")
+    target = None if path is None else check_path(path, SUFFIXES)
+    subject = subject_of(opt, "report")
+    with progress("report"):
+        made = _report_on(subject, verify)
+        if target is not None:
+            write(made, target)
+    return made
+
+
+def write(made: Report, path: Path) -> None:
+    """Write a report in the format that the path's suffix names.
+
+    Raises:
+        OptionError: when it cannot be written.
+    """
+    formats = {".txt": made.text, ".json": made.json, ".html": made.html}
+    save(path, formats[path.suffix.lower()]())
+
+
+def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
+    from graphopt.env import describe
+
+    result, before, after = subject.result, subject.before.graph, subject.after.graph
+    shares, left = remaining(result, subject.options)
+    environment = describe()
+    return Report(
+        model=subject.model,
+        mode=subject.mode,
+        inputs=subject.inputs,
+        totals=Totals(
+            ops_before=_ops(before),
+            ops_after=_ops(after),
+            bytes_before=nodes_cost(before.nodes).bytes,
+            bytes_after=nodes_cost(after.nodes).bytes,
+            flops_before=matrix_flops(before),
+            flops_after=matrix_flops(after),
+        ),
+        rules=by_rule(result.rewrites, result.refusals),
+        modules=by_module(result.rewrites),
+        rewrites=tuple(result.rewrites),
+        shares=shares,
+        remaining=left,
+        refused=by_reason(result.refusals),
+        recaptures=subject.recaptures,
+        verification=verification,
+        capture_seconds=subject.capture_seconds,
+        export_seconds=subject.export_seconds,
+        passes=tuple((s.name, s.nodes, s.rewrites, s.seconds) for s in result.stages),
+        kernels=f"{environment.kernels}: {environment.why}",
+        versions=environment.versions,
+        code=python_code(subject.after),
+    )
+
+
+def by_module(rewrites: Sequence[RewriteRecord]) -> tuple[ModuleSummary, ...]:
+    """Sum local rewrites by module; equal modules of repeated blocks are one row.
+
+    Example:
+        >>> by_module([])
+        ()
+    """
+    modules: dict[str, list[RewriteRecord]] = {}
+    for r in rewrites:
+        if r.kind == "local":
+            modules.setdefault(r.site.module, []).append(r)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for path, records in modules.items():
+        stars = ".".join("*" if p.isdigit() else p for p in path.split("."))
+        what = tuple((r.rule, r.ops_before, r.ops_after, _saved(r)) for r in records)
+        groups.setdefault((stars, what), []).append(path)
+    return tuple(
+        ModuleSummary(
+            where=next(iter(fold(paths))),
+            count=len(paths),
+            rewrites=len(what) * len(paths),
+            rules=tuple(dict.fromkeys(rule for rule, *_ in what)),
+            ops_before=sum(op_count(old) for _, old, _, _ in what) * len(paths),
+            ops_after=sum(op_count(new) for _, _, new, _ in what) * len(paths),
+            bytes_saved=sum(saved for *_, saved in what) * len(paths),
+        )
+        for (_, what), paths in groups.items()
+    )
+
+
+def _saved(record: RewriteRecord) -> int:
+    return record.bytes_before - record.bytes_after
+
+
+def _rewrite(record: RewriteRecord) -> dict[str, Any]:
+    flops = [0 if g is None else matrix_flops(g) for g in (record.reference, record.replacement)]
+    return {
+        **record.to_dict(),
+        "bytes_saved": _saved(record),
+        "flops_before": flops[0],
+        "flops_after": flops[1],
+    }
+
+
+def _ops(graph: fx.Graph) -> int:
+    return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)
+
+
+def finite(data: Any) -> Any:
+    """Data with infinities and NaNs replaced by None, which JSON can hold."""
+    if isinstance(data, dict):
+        return {str(k): finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(v) for v in data]
+    if isinstance(data, float) and data - data != 0:
+        return None
+    return data

@@ -1,0 +1,303 @@
+"""One run with so many rewrites, judged: by the error contract, or by the user's own predicate."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from graphopt.api import PassCompiler
+from graphopt.capture import capture
+from graphopt.capture import signature as sig
+from graphopt.capture.key import ambient, autocast_dtypes
+from graphopt.capture.shadow import eager_forward
+from graphopt.errors import GraphoptWarning, OptionError
+from graphopt.graph.body import Body
+from graphopt.graph.record import RewriteRecord
+from graphopt.module import GraphoptModule, Settings
+from graphopt.numerics import compare
+from graphopt.passes import PassOptions, PipelineResult, Rule, all_rules, run_pipeline, select_rules
+from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.prover import Prover
+from graphopt.replay import SEED, as_leaf, forked_rng, without_dropout
+from graphopt.restore import restored
+from graphopt.step import step
+from graphopt.verdict import Check
+from graphopt.verify import verify_body
+
+Predicate = Callable[[GraphoptModule], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run gave.
+
+    Attributes:
+        good: whether it is right.
+        detail: what is wrong, in words.
+        rewrites: what the passes did, by ordinal.
+        captured: the graph before them.
+    """
+
+    good: bool
+    detail: str
+    rewrites: tuple[RewriteRecord, ...]
+    captured: Body
+
+
+class Judge(Protocol):
+    """Judges a model with some of its rewrites."""
+
+    repeats: bool
+    """Whether the same run may give another answer, so that asking again tells something."""
+
+    def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
+        """Judge the first `limit` rewrites (None: all) with some rules left out."""
+
+    def nothing(self) -> Outcome:
+        """Judge the run without any rewrite."""
+
+
+def without_rules(spec: Any, names: Sequence[str]) -> tuple[str | Rule, ...]:
+    """A `rules=` argument with some rules left out of it.
+
+    Args:
+        spec: the user's own, see `PassOptions.rules`.
+        names: the rules to leave out.
+
+    Example:
+        >>> "rope" in [r.name for r in select_rules(without_rules("default", ["rope"]))]
+        False
+    """
+    chosen = {r.name: r for r in select_rules(spec) if r.name not in names}
+    known = {r.name: r for r in all_rules()}
+    minus = [f"-{name}" for name, r in known.items() if chosen.get(name) is not r]
+    return ("default", *minus, *(r for n, r in chosen.items() if n not in known))
+
+
+class ContractJudge:
+    """The equality contract over the whole step, on one set of inputs.
+
+    The graph is captured once, and each run applies the passes to it. Without rewrites, the graph
+    as captured is compared with the model itself.
+    """
+
+    repeats = False  # seeds are fixed, and equal graphs are run once
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: PassOptions,
+        backward: bool | None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.args, self.kwargs = args, dict(kwargs)
+        found = capture(model, args, self.kwargs)
+        self.body = found.body
+        self.body.autocast = autocast_dtypes(ambient())
+        self.leaves: list[Any] = []
+        self.structure = sig.flatten((args, self.kwargs), self.leaves)
+        self.backward = self.body.grad if backward is None else backward
+        self.prover: Prover | None = None
+
+    def pipeline(self, limit: int | None, without: Sequence[str]) -> PipelineResult:
+        """The passes over the captured graph."""
+        options = dataclasses.replace(self.options, max_rewrites=limit)
+        if without:
+            options = dataclasses.replace(options, rules=without_rules(options.rules, without))
+        return run_pipeline(self.body, options, leading=(MaterializeAutocast(),))
+
+    def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
+        """See `Judge`."""
+        result = self.pipeline(limit, without)
+        if self.prover is None:
+            self.prover = Prover(self.body, result.body, self.leaves, self.backward, SEED)
+        # One prover for all runs: it keeps what the captured graph gave.
+        self.prover.optimized, self.prover.attribute = result.body, result.body.attribute
+        self.prover.ambient = bool(result.body.autocast)
+        whole = self.prover.check_whole()
+        return Outcome(whole.passed, whole.reason, tuple(result.rewrites), self.body)
+
+    def alone(self, ordinal: int, without: Sequence[str]) -> Check | None:
+        """The proof of one rewrite by itself; None where it cannot be had."""
+        result = self.pipeline(None, without)
+        records = [r for r in result.rewrites if r.ordinal <= ordinal]
+        checks = verify_body(
+            self.body, result.body, records, self.leaves, backward=self.backward
+        ).checks
+        return next((c for c in checks if c.ordinal == ordinal), None)
+
+    def suspects(self) -> tuple[Check, ...]:
+        """The rewrites that their own proof finds wrong, although the whole step is right."""
+        result = self.pipeline(None, ())
+        found = verify_body(
+            self.body, result.body, result.rewrites, self.leaves, backward=self.backward
+        )
+        return tuple(c for c in found.checks if c.status == "wrong")
+
+    def nothing(self) -> Outcome:
+        """The captured graph against the model itself, outputs, gradients and buffers."""
+        names = [p.name for p in self.body.placeholders]
+        needs = [isinstance(v, torch.Tensor) and v.requires_grad for v in self.leaves]
+        common: dict[str, Any] = {
+            "backward": self.backward,
+            "outputs": range(self.body.user_outputs),
+            "needs_grad": needs,
+        }
+        # At p = 0: two runs in different precision do not drop the same elements.
+        graph, attribute = without_dropout(self.body.graph), self.body.attribute
+        mine = step(graph, attribute, self.leaves, names, autocast=self.body.autocast, **common)
+        exact = step(graph, attribute, self.leaves, names, double=True, like=mine, **common)
+        eager = self._eager(mine.upstream, mine.tensors, names)
+        found = compare(*({k: t[k] for k in eager} for t in (eager, mine.tensors, exact.tensors)))
+        return Outcome(found.passed, "; ".join(found.reasons[:3]), (), self.body)
+
+    def _eager(
+        self, upstream: Mapping[int, torch.Tensor], like: Mapping[str, Any], names: Sequence[str]
+    ) -> dict[str, torch.Tensor | None]:
+        """The same tensors from the model's own forward; the model is put back after it."""
+        leaves = [
+            as_leaf(v.clone(), needs_grad=v.requires_grad) if isinstance(v, torch.Tensor) else v
+            for v in self.leaves
+        ]
+        args, kwargs = sig.unflatten(self.structure, leaves)
+        with (
+            restored(self.model, parameters=False),
+            forked_rng(SEED, self.body.device),
+            torch.set_grad_enabled(self.body.grad),
+            _NoDropout(),
+        ):
+            flat: list[Any] = []
+            sig.flatten(eager_forward(self.model)(*args, **kwargs), flat, results=True)
+            found = {f"output/{i}": y.detach() for i, y in enumerate(flat) if _is_tensor(y)}
+            for m in self.body.mutations:
+                state = leaves[names.index(m.target)] if m.kind == "input" else None
+                state = self.body.attribute(m.target) if state is None else state
+                found[f"output/{m.output}"] = state.detach().clone()
+            wrt = {
+                f"grad/{n}": v
+                for n, v in zip(names, leaves, strict=True)
+                if _is_tensor(v) and v.requires_grad
+            }
+            state_grads = [k for k in like if k.startswith("grad/") and k not in wrt]
+            wrt |= {k: self.body.attribute(k.removeprefix("grad/")) for k in state_grads}
+            sent = {i: g for i, g in upstream.items() if i < len(flat) and flat[i].requires_grad}
+            grads: Sequence[torch.Tensor | None] = [None] * len(wrt)
+            if sent and wrt:
+                grads = torch.autograd.grad(
+                    [flat[i] for i in sent], list(wrt.values()), list(sent.values()),
+                    allow_unused=True,
+                )  # fmt: skip
+        both = {**found, **dict(zip(wrt, grads, strict=True))}
+        return {k: v for k, v in both.items() if k in like}
+
+
+class PredicateJudge:
+    """The user's own predicate, on a module that is optimized anew for each run.
+
+    Each run starts from the same weights, buffers, gradients, modes and random state.
+    """
+
+    repeats = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any],
+        options: PassOptions,
+        settings: Settings,
+        predicate: Predicate,
+    ) -> None:
+        self.model = model
+        self.args, self.kwargs = args, dict(kwargs)
+        self.options = options
+        self.settings = settings
+        self.predicate = predicate
+
+    def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
+        """See `Judge`."""
+        options = dataclasses.replace(self.options, max_rewrites=limit)
+        if without:
+            options = dataclasses.replace(options, rules=without_rules(options.rules, without))
+        opt = GraphoptModule(self.model, self.settings, PassCompiler(options))
+        if self.args is not None:
+            opt.capture(self.args, self.kwargs)
+        device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
+        with warnings.catch_warnings(), restored(self.model), forked_rng(SEED, device):
+            warnings.simplefilter("ignore", GraphoptWarning)
+            try:
+                good, detail = _truth(self.predicate(opt)), ""
+            except OptionError:
+                raise
+            except Exception as error:
+                good, detail = False, f"the predicate raised {type(error).__name__}: {error}"
+        entries = opt._store.entries()
+        if not entries:
+            raise OptionError(
+                "the predicate did not call the module that it was given",
+                why="a graph is captured at a module's first call, and there is none",
+                try_="pass example_inputs, or call the module in the predicate",
+            )
+        # Each mode has a graph, and each graph its own ordinals: the longest list is searched.
+        longest = max(entries, key=lambda e: len(e.compiled.result.rewrites)).compiled.result
+        return Outcome(
+            good, detail or "the predicate says no", tuple(longest.rewrites), longest.captured
+        )
+
+    def nothing(self) -> Outcome:
+        """The predicate on the graph as captured."""
+        return self.run(0, ())
+
+
+class _NoDropout(TorchFunctionMode):
+    """Every dropout that a forward calls runs with probability zero."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, with its dropout probability set to zero."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        position, key = _PROBABILITY.get(name, (1, "p") if "dropout" in name else (None, ""))
+        if position is not None:
+            if position < len(args):
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs[key] = 0.0
+        return func(*args, **kwargs)
+
+
+_PROBABILITY = {
+    "scaled_dot_product_attention": (4, "dropout_p"),
+    "multi_head_attention_forward": (10, "dropout_p"),
+}
+"""Functions that drop out by another name: position and name of the probability."""
+
+
+def _truth(value: Any) -> bool:
+    """The answer of a predicate.
+
+    Raises:
+        OptionError: when it is no truth value, such as the None of a forgotten `return`.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return bool(value)
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise OptionError(
+        f"the predicate returned {value!r}, a {type(value).__name__}",
+        try_="return True where the module is right and False where it is wrong",
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
