@@ -62,7 +62,8 @@ class AtRest(TorchFunctionMode):
         if str(func) == "graphopt.draw_seed.default":
             return torch.zeros((), dtype=torch.int64, device=args[0])
         for name, position in _probabilities(func, args):
-            args = self._still(name, position, args, kwargs)
+            if not _off(name, position, args, kwargs):
+                args = self._still(name, position, args, kwargs)
         return func(*args, **kwargs)
 
     def _still(
@@ -78,6 +79,13 @@ class AtRest(TorchFunctionMode):
             self.found += 1
             kwargs[name] = 0.0
         return args
+
+
+def _off(name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call says that it is not in training and so drops nothing."""
+    if kwargs.get("training") is False or kwargs.get("train") is False:
+        return True  # attention itself has no such flag: what follows its probability is causality
+    return name != "dropout_p" and position + 1 < len(args) and args[position + 1] is False
 
 
 def _probabilities(func: Any, args: tuple[Any, ...]) -> list[tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import importlib.util
 import math
 import sys
@@ -116,6 +117,11 @@ def fill(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, value in state.items():
             known[name].copy_(value)
+
+
+def load(name: str) -> ModuleType:
+    """Import an installed module by its name."""
+    return importlib.import_module(name)
 
 
 def load_file(path: str) -> ModuleType:

@@ -73,10 +73,10 @@ def _copy(leaf: torch.Tensor, storages: dict[int, torch.Tensor], double: bool) -
 
 def argument_names(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[str]:
+) -> tuple[str, ...]:
     """A name for each tensor of the arguments, as a user would write it."""
     structure = sig.flatten((tuple(args), dict(kwargs)), [])
-    return sig.leaf_names(structure, sig.signature_of(module))
+    return tuple(sig.leaf_names(structure, sig.signature_of(module)))
 
 
 def floating(tensor: torch.Tensor) -> bool:

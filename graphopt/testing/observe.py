@@ -14,7 +14,7 @@ from torch import nn
 from graphopt.capture import signature as sig
 from graphopt.replay import default_dtype, forked_rng, without_autocast
 from graphopt.testing.atrest import AtRest
-from graphopt.testing.inputs import argument_names, copy_arguments
+from graphopt.testing.inputs import copy_arguments
 
 Upstream = dict[int, torch.Tensor]
 
@@ -64,6 +64,7 @@ class Plan:
     Attributes:
         args: positional arguments, never changed.
         kwargs: keyword arguments, never changed.
+        names: what to call the tensors among them.
         requires: which argument tensors get a gradient.
         backward: whether gradients are taken.
         seed: of torch's generators, and of random upstream gradients.
@@ -72,6 +73,7 @@ class Plan:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    names: tuple[str, ...]
     requires: tuple[bool, ...]
     backward: bool
     seed: int
@@ -95,7 +97,7 @@ def observe(
         around: entered around the call in the place of `AtRest`.
         double: arguments and upstream gradients in float64, autocast off.
     """
-    names = argument_names(module, plan.args, plan.kwargs)
+    names = plan.names
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     upstream = dict(upstream or {})
     mode = AtRest() if around is None else around

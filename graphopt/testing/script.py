@@ -75,7 +75,7 @@ class _Writer:
         args, kwargs, leaves = copy_arguments(
             self.plan.args, self.plan.kwargs, requires=self.plan.requires
         )
-        made = None if factory is None else self._place(factory)
+        made = None if factory is None else self._place(factory.__module__, factory)
         if factory is not None and made is None:
             self.notes.append("the factory is not at the top level of a file: the script holds "
                               "the captured graph instead")  # fmt: skip
@@ -145,7 +145,7 @@ class _Writer:
             if isinstance(item, str):
                 listed.append(repr(item))
                 continue
-            place = self._place(item.functions[0], item)
+            place = self._place(item.module, item)
             if place is None:
                 self.notes.append(
                     f"the script leaves out the rule {item.name}: it is not at the top level of a "
@@ -282,22 +282,18 @@ class _Writer:
         low, high = int(tensor.min()), int(tensor.max())
         return f"integers({shape}, {dtype}, {self.seeds}, {low}, {high})"
 
-    def _place(self, function: Any, value: Any = None) -> str | None:
+    def _place(self, module_name: str, value: Any) -> str | None:
         """An expression for what stands at the top level of a file; None where nothing does."""
-        module = sys.modules.get(getattr(function, "__module__", ""))
-        name = getattr(function, "__qualname__", "")
-        if module is None or not name.isidentifier():
-            return None
-        if getattr(module, name, None) is not (function if value is None else value):
+        module = sys.modules.get(module_name)
+        names = [n for n, v in vars(module).items() if v is value] if module is not None else []
+        file = inspect.getsourcefile(module) if module is not None and names else None
+        if module is None or file is None:
             return None
         if _installed(module):
-            self.helpers.add("load_file")
-            return f"__import__('importlib').import_module({module.__name__!r}).{name}"
-        file = inspect.getsourcefile(module)
-        if file is None:
-            return None
+            self.helpers.add("load")
+            return f"load({module.__name__!r}).{names[0]}"
         self.helpers.add("load_file")
-        return f"load_file({str(Path(file).resolve())!r}).{name}"
+        return f"load_file({str(Path(file).resolve())!r}).{names[0]}"
 
 
 def _installed(module: Any) -> bool:

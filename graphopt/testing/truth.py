@@ -22,7 +22,6 @@ from graphopt.module import GraphoptModule
 from graphopt.numerics import compare
 from graphopt.replay import is_random, without_dropout
 from graphopt.step import Step, step
-from graphopt.testing.inputs import argument_names
 from graphopt.testing.observe import Observed, Plan, Upstream, double_of, observe
 
 Tensors = dict[str, "torch.Tensor | None"]
@@ -56,7 +55,7 @@ class GraphTruth:
         self.plan = plan
         self.leaves: list[torch.Tensor] = []
         sig.flatten((plan.args, plan.kwargs), self.leaves)
-        self.names = argument_names(module, plan.args, plan.kwargs)
+        self.names = plan.names
         self.drawn: dict[str, Any] = {}
         if any(is_random(n) for n in self.graph.nodes):
             self.drawn = self._step({}, double=False).drawn

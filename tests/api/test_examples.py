@@ -33,6 +33,10 @@ def test_own_rule_fires_and_is_proved():
     assert "without it: []" in printed
 
 
+def test_property_test_of_ones_own_block_passes():
+    assert "2 passed" in output_of("03_property_test.py")
+
+
 def test_every_example_is_tested():
     text = Path(__file__).read_text()
     assert [p.name for p in EXAMPLES.glob("*.py") if p.name not in text] == []

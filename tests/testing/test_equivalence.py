@@ -1,0 +1,183 @@
+"""assert_equivalent passes what is right, catches each planted fault, and leaves all as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from subjects import FAULTS, RIGHT, Block, Twin, inputs, optimized, right_twin
+from torch import nn
+
+import graphopt
+from graphopt.testing import EquivalenceError, assert_equivalent
+
+
+def rest(model: Block) -> Block:
+    model.drop = 0.0
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("written", [True, False], ids=["written", "plain"])
+def test_an_optimized_module_passes(training: bool, written: bool) -> None:
+    model = Block().train(training)
+    kwargs = {"seen": torch.zeros(3)} if written else {}
+    found = assert_equivalent(model, optimized(model), inputs(), kwargs)
+    names = [t.name for t in found.comparison.tensors]
+    assert {"output/0", "output/2", "grad/norm.weight", "buffer/mean", "input/x"} <= set(names)
+    assert ("grad/argument x" in names) != ("input/seen" in names)
+    assert any("dropout" in n for n in found.notes) == training
+
+
+def test_a_twin_with_parameters_of_its_own_passes() -> None:
+    model = Block()
+    assert_equivalent(model, right_twin(model), inputs())
+
+
+def test_an_attached_model_passes() -> None:
+    model = Block()
+    twin = copy.deepcopy(model)
+    graphopt.attach(twin)
+    assert_equivalent(model, twin, inputs())
+
+
+def test_any_other_module_can_be_compared() -> None:
+    model = rest(Block())
+    assert_equivalent(model, Twin(model, RIGHT), inputs(), {"seen": torch.ones(2)})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault: str) -> None:
+    step, message = FAULTS[fault]
+    model = rest(Block())
+    with pytest.raises(EquivalenceError, match=message) as caught:
+        assert_equivalent(model, Twin(model, step), inputs(), {"seen": torch.ones(2)}
+                          if "effect" in fault else None)  # fmt: skip
+    assert isinstance(caught.value, AssertionError)
+    assert isinstance(caught.value, graphopt.VerifyError)
+
+
+def test_without_strides_a_copy_of_a_view_passes_only_where_nothing_is_shared() -> None:
+    model = nn.Linear(4, 3)
+    twin = Twin(model, lambda m, x, seen: m(x).t().contiguous().t())
+    x = torch.randn(5, 4)
+    with pytest.raises(EquivalenceError, match="stride"):
+        assert_equivalent(model, twin, x)
+    assert_equivalent(model, twin, x, strides=False)
+
+
+def test_all_is_left_as_it_was() -> None:
+    model = Block().train()
+    opt = optimized(model)
+    x, seen = inputs(), torch.zeros(2)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2)
+    state = copy.deepcopy(model.state_dict())
+    buffer, versions = model.mean, [p._version for p in model.parameters()]
+    random = torch.get_rng_state()
+    assert_equivalent(model, opt, x, {"seen": seen})
+    with pytest.raises(EquivalenceError):
+        assert_equivalent(model, Twin(model, FAULTS["a buffer's update"][0]), x)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in state.items())
+    assert all(bool((p.grad == 2).all()) for p in model.parameters())
+    assert model.mean is buffer
+    assert [p._version for p in model.parameters()] == versions
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(x, inputs())
+    assert torch.equal(seen, torch.zeros(2))
+    assert model.training
+    assert model.drop == 0.1
+
+
+def test_strides_of_arguments_are_kept() -> None:
+    seen = []
+
+    class Reader(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            seen.append([(t.stride(), t.storage_offset()) for t in (a, b, c)] + [b is c])
+            return a + b + c
+
+    base = torch.randn(20)
+    a, b = base[2:11].view(3, 3).t(), torch.randn(1, 3).expand(3, 3)
+    model = Reader()
+    assert_equivalent(model, Twin3(model), (a, b, b))
+    assert seen[0] == [((1, 3), 2), ((0, 1), 0), ((0, 1), 0), True]
+
+
+class Twin3(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["inner"] = model
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.inner(*args)
+
+
+def test_random_draws_are_repeated() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand_like(x) + torch.randn(x.shape)
+
+    model = Noisy()
+    found = assert_equivalent(model, optimized(model), torch.randn(4, 4))
+    assert any("random" in n for n in found.notes)
+
+
+def test_a_fault_of_the_capture_is_one() -> None:
+    """The captured graph is of a model that differs: measured by it alone, all would be well."""
+    model = rest(Block())
+    other = copy.deepcopy(model)
+    other.norm.eps = 1e-2
+    with pytest.raises(EquivalenceError, match="the captured graph is not the model") as caught:
+        assert_equivalent(model, optimized(other), inputs())
+    assert "the capture is" in str(caught.value)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_under_autocast(grad: bool) -> None:
+    model = Block().train(grad)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        found = assert_equivalent(model, optimized(model), inputs())
+    dtypes = {t.name: t.dtype for t in found.comparison.tensors}
+    assert dtypes["output/0"] == "float32"
+    assert ("grad/up.weight" in dtypes) == grad
+
+
+@pytest.mark.parametrize("kind", ["zeros", "expanded"])
+def test_upstream_gradients_of_ones_own(kind: str) -> None:
+    model = rest(Block())
+    g = torch.zeros(6, 16) if kind == "zeros" else torch.ones(()).expand(6, 16)
+    assert_equivalent(model, optimized(model), inputs(), upstream=[g, None, torch.zeros(())])
+
+
+WRONG_USES = {
+    "no module": lambda m: assert_equivalent(lambda x: x, m, inputs()),
+    "the optimized one as the model": lambda m: assert_equivalent(optimized(m), optimized(m)),
+    "an attached model": lambda m: assert_equivalent(graphopt.attach(m), m),
+    "other parameters": lambda m: assert_equivalent(m, nn.Linear(2, 2), inputs()),
+    "other values": lambda m: assert_equivalent(m, _shifted(m), inputs()),
+    "another mode": lambda m: assert_equivalent(m, copy.deepcopy(m).eval(), inputs()),
+    "a dict of inputs": lambda m: assert_equivalent(m, optimized(m), {"x": inputs()}),
+    "upstream of numbers": lambda m: assert_equivalent(m, optimized(m), inputs(), upstream=1.0),
+}
+
+
+def _shifted(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    return other
+
+
+@pytest.mark.parametrize("use", WRONG_USES)
+@pytest.mark.filterwarnings("ignore::graphopt.errors.GraphoptWarning")
+def test_a_wrong_use_is_told_before_any_run(use: str) -> None:
+    with pytest.raises(graphopt.OptionError):
+        WRONG_USES[use](Block().train())
+
+
+def test_what_the_model_raises_is_raised() -> None:
+    model = Block()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        assert_equivalent(model, optimized(model), torch.randn(3, 7))
