@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph.body import CONSTANTS, Body
-from graphopt.graph.record import site_of
+from graphopt.graph.record import RewriteRecord, site_of
 from graphopt.graph.text import base_name, identifier, results_of, state_text, statement, unpacked
 from graphopt.report.fold import fold, fold_text
 from graphopt.report.subject import subject_of
@@ -159,7 +159,7 @@ def diff(opt: Any) -> DiffResult:
     """
     subject = subject_of(opt, "diff")
     before, after = subject.before, subject.after
-    names = _Names(before, after)
+    names = _Names(before, after, subject.result.rewrites)
     old, new = names.lines(before), names.lines(after)
     groups: dict[tuple[Any, ...], list[str]] = {}
     unchanged: list[str] = []
@@ -205,29 +205,35 @@ class _Names:
     """What values are called in each module: the same before and after, and in each block.
 
     A name is numbered within its module, so that equal blocks read alike. A value from outside is
-    called after the module or op that made it. An op that takes the place of another one of its
-    module keeps its name, so that the lines that read it do not change.
+    called after the module or op that made it. A value that takes the place of another one keeps
+    its name, so that the lines that read it do not change.
     """
 
-    def __init__(self, before: Body, after: Body) -> None:
+    def __init__(self, before: Body, after: Body, rewrites: Iterable[RewriteRecord]) -> None:
         self.base: dict[str, str] = {}
+        self.module: dict[str, str] = {}
         self.paths: dict[str, None] = {}
         self.given: dict[str, dict[str, str]] = {}
-        made: list[dict[tuple[str, str], list[str]]] = []
-        for body in (before, after):
-            results = results_of(body.graph)
-            ops: dict[tuple[str, str], list[str]] = {}
-            for node in body.graph.nodes:
-                if node.op == "call_function":
-                    path = site_of(node).module
-                    base = identifier(base_name(node, results))
-                    self.base.setdefault(node.name, base)
-                    self.paths.setdefault(path)
-                    ops.setdefault((path, base), []).append(node.name)
-                elif node.op == "placeholder":
-                    self.base.setdefault(node.name, identifier(str(node.target)))
-            made.append(ops)
-        self.same = _successors(*made)
+        self.same: dict[str, str] = {}
+        for r in rewrites:
+            if r.kind == "local":
+                for old, new in zip(r.outputs, r.new_outputs, strict=True):
+                    self.same.setdefault(new, self.same.get(old, old))
+        self.same.update(_successors(self._see(before), self._see(after), self.same))
+
+    def _see(self, body: Body) -> dict[tuple[str, str], list[str]]:
+        """Name the values of a body; gives its ops by module and name."""
+        results = results_of(body.graph)
+        found: dict[tuple[str, str], list[str]] = {}
+        for node in body.graph.nodes:
+            if node.op == "call_function":
+                path = self.module.setdefault(node.name, site_of(node).module)
+                base = self.base.setdefault(node.name, identifier(base_name(node, results)))
+                self.paths.setdefault(path)
+                found.setdefault((path, base), []).append(node.name)
+            elif node.op == "placeholder":
+                self.base.setdefault(node.name, identifier(str(node.target)))
+        return found
 
     def lines(self, body: Body) -> dict[str, list[_Line]]:
         """The code of a body by module path."""
@@ -241,10 +247,18 @@ class _Names:
             path = site_of(node).module
             names = {n: self._name(n, path, body) for n in _met(node, items)}
             text = statement(node, names, items)
-            starred = {n: _INDEX.sub("[*]", t) for n, t in names.items()}
+            starred = {n: self._starred(t, n) for n, t in names.items()}
             key = statement(node, starred, items, _SITE)
             found.setdefault(path, []).append(_Line(text, key))
         return found
+
+    def _starred(self, name: str, node: fx.Node) -> str:
+        """A name without the number of its block: "layers_3" is the result of module layers.3."""
+        if node.op == "get_attr":
+            return _INDEX.sub("[*]", name)
+        made = self.module.get(self.same.get(node.name, node.name), "")
+        part = made.rpartition(".")[2]
+        return re.sub(rf"_{part}(?=$|_)", "_*", name, count=1) if part.isdigit() else name
 
     def _name(self, node: fx.Node, path: str, body: Body) -> str:
         if node.op == "get_attr":
@@ -254,7 +268,8 @@ class _Names:
         name = self.same.get(node.name, node.name)
         given = self.given.setdefault(path, {})
         if name not in given:
-            base, taken, count = self.base[name], set(given.values()), 0
+            base = self.base.get(name, self.base[node.name])
+            taken, count = set(given.values()), 0
             text = base
             while text in taken:
                 count += 1
@@ -264,14 +279,17 @@ class _Names:
 
 
 def _successors(
-    old: dict[tuple[str, str], list[str]], new: dict[tuple[str, str], list[str]]
+    old: dict[tuple[str, str], list[str]],
+    new: dict[tuple[str, str], list[str]],
+    known: dict[str, str],
 ) -> dict[str, str]:
     """New op -> the op of its module and name that is gone, where they pair up one to one."""
     same: dict[str, str] = {}
+    taken = set(known.values())
     for place, names in old.items():
         there = new.get(place, [])
-        gone = [n for n in names if n not in there]
-        fresh = [n for n in there if n not in names]
+        gone = [n for n in names if n not in there and n not in taken]
+        fresh = [n for n in there if n not in names and n not in known]
         if len(gone) == len(fresh):
             same.update(zip(fresh, gone, strict=True))
     return same
