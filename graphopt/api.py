@@ -18,10 +18,12 @@ from graphopt.options import (
     DYNAMIC,
     ON_ERROR,
     check_choice,
+    check_fit,
     check_inputs,
     check_model,
     check_passes,
     disabled,
+    names_checked,
 )
 from graphopt.passes import PassOptions, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
@@ -43,6 +45,7 @@ class PassCompiler:
         return Compiled(result.body, result)
 
 
+@names_checked
 def optimize(
     model: nn.Module,
     example_inputs: torch.Tensor | Sequence[Any] | None = None,
@@ -99,7 +102,9 @@ def optimize(
     check_choice("dynamic", dynamic, DYNAMIC)
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("verify", verify, (True, False))
-    if verify and args is None:
+    if args is not None:
+        check_fit(model, args, kwargs)
+    elif verify:
         raise OptionError("verify=True needs example_inputs", try_="optimize(model, inputs, ...)")
     if disabled():
         return model  # type: ignore[return-value]
@@ -113,6 +118,7 @@ def optimize(
     return opt
 
 
+@names_checked
 def verify(
     opt: GraphoptModule,
     inputs: torch.Tensor | Sequence[Any] = (),
@@ -137,7 +143,8 @@ def verify(
         The verdicts: `.passed`, `.check()` raises for the first wrong rewrite; its repr is a table.
 
     Raises:
-        OptionError: when `opt` is not an optimized module.
+        OptionError: when `opt` is not an optimized module, or the inputs do not fit its forward.
+        CaptureError: when the inputs ask for a graph that cannot be captured.
 
     Example:
         >>> opt = optimize(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4))
@@ -151,7 +158,9 @@ def verify(
             f"verify takes an optimized module, not a {type(opt).__name__}",
             try_="graphopt.verify(graphopt.optimize(model), inputs)",
         )
-    args, named = check_inputs(inputs, kwargs)
+    args, named = check_inputs(inputs, kwargs, ("inputs", "kwargs"))
+    check_choice("backward", backward, (None, True, False))
+    check_fit(opt.source, args or (), named)
     entry = opt.capture(args or (), named)
     if entry is None:
         raise GraphOptError(
@@ -181,5 +190,5 @@ def _say_where_it_runs(model: nn.Module) -> None:
     warnings.warn(
         f"{why}: fused ops run their plain-torch reference, so nothing gets faster",
         GraphoptWarning,
-        stacklevel=3,
+        stacklevel=4,  # past the check of names: the user's line
     )

@@ -15,7 +15,7 @@ from graphopt.api import optimize
 from graphopt.capture.shadow import ATTACHED, eager_forward
 from graphopt.errors import GraphoptWarning, OptionError
 from graphopt.module import GraphoptModule
-from graphopt.options import disabled
+from graphopt.options import check_names, disabled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,7 +69,7 @@ def attach(
             f"{type(model).__name__} is attached already",
             try_="graphopt.detach(model) first, to attach it with other options",
         )
-    _check_names(options)
+    check_names("attach", options, list(inspect.signature(optimize).parameters)[3:])
     opt = optimize(model, example_inputs, example_kwargs, **options)
     if isinstance(opt, GraphoptModule):  # not with GRAPHOPT_DISABLE=1
         forward = AttachedForward(model, opt)
@@ -123,7 +123,9 @@ def _not_attached(model: Any) -> OptionError:
     if isinstance(model, GraphoptModule):
         return OptionError(f"{kind} came from optimize", try_="opt.source is the model itself")
     if not isinstance(model, nn.Module):
-        return OptionError(f"detach takes an nn.Module, not a {kind}")
+        return OptionError(
+            f"model is of type {kind}, not an nn.Module", try_="what attach was given"
+        )
     own = model.__dict__.get("forward")
     if own is not None and _wraps_attached(own):
         return OptionError(
@@ -141,15 +143,6 @@ def _wraps_attached(function: Any) -> bool:
         inner = (getattr(function, name, None) for name in ("__wrapped__", "func", "__func__"))
         function = next((f for f in inner if f is not None), None)
     return False
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    allowed = [p.name for p in inspect.signature(optimize).parameters.values()]
-    for name in options:
-        if name not in allowed:
-            raise OptionError(
-                f"attach has no option {name!r}", try_=" or ".join(sorted(allowed[3:]))
-            )
 
 
 class AttachedForward:

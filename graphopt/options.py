@@ -2,88 +2,252 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from graphopt.errors import OptionError
+from graphopt.capture.shadow import ATTACHED
+from graphopt.capture.signature import signature_of
+from graphopt.errors import OptionError, UnsupportedError
 from graphopt.module import GraphoptModule
-from graphopt.passes import PassOptions, Rule, select_rules
+from graphopt.passes import REGISTRY, PassOptions, Rule, select_rules
+from graphopt.passes.pipeline import watchers
 
 ON_ERROR = ("raise", "fallback")
 DYNAMIC = ("auto", True, False)
 
 
-def check_model(model: Any) -> nn.Module:
-    """The model, when it is one that can be optimized.
+NOT_YET = frozenset(
+    {
+        "autotune",
+        "cuda_graph",
+        "memory_budget",
+        "offload",
+        "precision",
+        "precision_overrides",
+        "resident_bytes",
+        "segments",
+    }
+)
+"""Options of later versions."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def names_checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: keyword arguments that the function does not have are an `OptionError`.
+
+    Example:
+        >>> @names_checked
+        ... def scale(x, *, factor=2):
+        ...     return x * factor
+        >>> scale(3, facter=4)
+        Traceback (most recent call last):
+            ...
+        graphopt.errors.OptionError: scale has no option 'facter'
+          try  'factor'
+    """
+    known = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_names(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Check the names of keyword arguments.
 
     Raises:
-        OptionError: for anything but an `nn.Module`; for a module that is optimized, compiled or
-            scripted already; for parallel wrappers; for parameters on the meta device.
+        OptionError: for one that is not known, with the nearest that is.
+    """
+    known = tuple(known)
+    for name in given:
+        if name in known:
+            continue
+        if name in NOT_YET:
+            raise OptionError(
+                f"{name}= is not available yet", try_=f"{function} without it, in this version"
+            )
+        near = difflib.get_close_matches(name, known, n=1)
+        cure = repr(near[0]) if near else ", ".join(known)
+        raise OptionError(f"{function} has no option {name!r}", try_=cure)
+
+
+def check_model(model: Any, *, attached: bool = False) -> nn.Module:
+    """The model, when it is one that can be optimized.
+
+    Args:
+        model: what the user gave.
+        attached: whether a model that `attach` optimized may be given.
+
+    Raises:
+        OptionError: for anything but an `nn.Module` with a forward; for a module that is
+            optimized, compiled or scripted already; for parallel and sharding wrappers; for
+            parameters on the meta device or without a shape yet.
+        UnsupportedError: for quantized modules.
     """
     if not isinstance(model, nn.Module):
-        cure = "pass an instance: optimize(Model())" if isinstance(model, type) else None
-        kind = "the class" if isinstance(model, type) else "a"
-        raise OptionError(
-            f"model is {kind} {getattr(model, '__name__', type(model).__name__)}, not an nn.Module",
-            try_=cure or "wrap the function in a module whose forward calls it",
-        )
+        raise _no_module(model)
     kind = type(model).__name__
     if isinstance(model, GraphoptModule):
-        raise OptionError(f"{kind} is optimized already", try_="optimize(opt.source, ...)")
+        raise OptionError(f"{kind} is optimized already", try_="opt.source is the model itself")
+    if getattr(model.__dict__.get("forward"), ATTACHED, False) and not attached:
+        raise OptionError(
+            f"{kind} is optimized in place already, by attach",
+            try_="the model as it is, or graphopt.detach(model) first",
+        )
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         raise OptionError(
             "the model is wrapped by torch.compile",
             why="its forward is compiled code, which cannot be captured",
             try_="optimize the module before it is compiled (model._orig_mod)",
         )
+    if model._compiled_call_impl is not None:
+        raise OptionError(
+            f"{kind} was compiled in place by its compile()",
+            why="a call of it runs compiled code, whatever its forward is",
+            try_="a model on which compile() was not called",
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise OptionError("the model is a TorchScript module", try_="optimize the eager module")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
         raise OptionError(
-            f"the model is wrapped in {kind}", try_=f"optimize model.module, then wrap it in {kind}"
+            f"{kind} has no forward",
+            why="nothing can be called, so nothing can be captured",
+            try_="a module that calls its parts in a forward of its own",
         )
+    _check_parts(model)
+    _check_tensors(model)
+    return model
+
+
+def _no_module(model: Any) -> OptionError:
+    if isinstance(model, type):
+        return OptionError(
+            f"model is the class {model.__name__}, not an nn.Module",
+            try_=f"an instance: {model.__name__}(...)",
+        )
+    cure = "an nn.Module"
+    if isinstance(model, torch.export.ExportedProgram):
+        cure = "the nn.Module that was exported"
+    elif callable(model):
+        cure = "a module whose forward calls the function"
+    return OptionError(f"model is of type {type(model).__name__}, not an nn.Module", try_=cure)
+
+
+def _check_parts(model: nn.Module) -> None:
+    """Refuse wrappers that change how the modules inside them run, and quantized modules."""
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        where = f"{path} is" if path else "the model is"
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise OptionError(
+                f"{where} wrapped in {kind}", try_=f"optimize .module, then wrap it in {kind}"
+            )
+        if any(c.__name__ in _SHARDED for c in type(module).__mro__):
+            raise OptionError(
+                f"{where} sharded ({kind})",
+                why="its parameters are whole only while it runs",
+                try_="optimize it before it is sharded",
+            )
+        if type(module).__module__.startswith(_QUANTIZED):
+            raise UnsupportedError(
+                f"{where} quantized ({kind})",
+                why="its weights are packed in a form that cannot be captured",
+                try_="the model before it is quantized",
+            )
+
+
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+def _check_tensors(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise OptionError(
+                f"{name} has no shape yet",
+                why="it is that of a lazy module, which takes it from its first input",
+                try_="call the model once, then optimize it",
+            )
         if tensor.is_meta:
             raise OptionError(
                 f"{name} is on the meta device",
                 why="there is no memory behind it to compute with",
                 try_="model.to_empty(device=...) and load weights first",
             )
-    return model
 
 
-def check_inputs(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+def check_inputs(
+    inputs: Any, kwargs: Any, names: tuple[str, str] = ("example_inputs", "example_kwargs")
+) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
     """Example inputs as a tuple of positional arguments (None for none) and keyword arguments.
+
+    Args:
+        inputs: a tensor, or a tuple or list of positional arguments.
+        kwargs: a mapping of keyword arguments, or None.
+        names: what the user calls the two.
 
     Raises:
         OptionError: for a dict in the place of positional arguments, or another wrong type.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise OptionError(
-            f"example_kwargs is a {type(kwargs).__name__}", try_="a dict of keyword arguments"
+            f"{names[1]} is of type {type(kwargs).__name__}", try_="a dict of keyword arguments"
         )
-    if kwargs is not None and any(not isinstance(k, str) for k in kwargs):
-        raise OptionError("example_kwargs has a key that is no string")
+    strange = next((k for k in kwargs or {} if not isinstance(k, str)), None)
+    if strange is not None:
+        raise OptionError(
+            f"{names[1]} has a key that is no string: {strange!r}",
+            try_="the names of forward's parameters",
+        )
     if isinstance(inputs, Mapping):
         raise OptionError(
-            "example_inputs is a dict",
-            try_="example_kwargs=... for keyword arguments, (d,) for one argument that is a dict",
+            f"{names[0]} is a dict",
+            try_=f"{names[1]}=... for keyword arguments, (d,) for one argument that is a dict",
         )
     named = dict(kwargs or {})
     if inputs is None:
         return (() if named else None), named
     if isinstance(inputs, torch.Tensor):
         return (inputs,), named
-    if isinstance(inputs, (tuple, list)):
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, torch.Size):
         return tuple(inputs), named
-    raise OptionError(
-        f"example_inputs is a {type(inputs).__name__}",
-        try_="a tensor, or a tuple of forward's positional arguments",
-    )
+    cure = "a tensor, or a tuple of forward's positional arguments"
+    if type(inputs).__module__ == "numpy":
+        cure = "torch.from_numpy(...)"
+    raise OptionError(f"{names[0]} is of type {type(inputs).__name__}", try_=cure)
+
+
+def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that arguments fit the signature of a model's forward.
+
+    Raises:
+        OptionError: when they are too many or too few, or one has an unknown name.
+    """
+    signature = signature_of(model)
+    if signature is None:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [*(type(a).__name__ for a in args), *(f"{k}=" for k in kwargs)]
+        parameters = ", ".join(map(str, signature.parameters.values()))
+        raise OptionError(
+            f"the inputs do not fit the forward of {type(model).__name__}: {error}",
+            why=f"it is forward({parameters}), given were ({', '.join(given)})",
+            try_="the arguments with which the model is called",
+        ) from None
 
 
 def check_passes(
@@ -107,9 +271,30 @@ def check_passes(
         isinstance(max_rewrites, bool) or not isinstance(max_rewrites, int) or max_rewrites < 0
     ):
         raise OptionError(f"max_rewrites is {max_rewrites!r}", try_="None or a number from 0")
+    if isinstance(rules, (Mapping, bytes)):
+        raise OptionError(
+            f"rules= is of type {type(rules).__name__}",
+            try_="rules='default,-rope', or rules=['default', my_rule]",
+        )
     chosen = tuple(rules) if isinstance(rules, (list, tuple, set, frozenset)) else rules
-    select_rules(chosen)
+    for each in select_rules(chosen):
+        if REGISTRY.get(each.name) is not each:
+            _check_patterns(each)
+    watchers()  # what GRAPHOPT_PRINT and GRAPHOPT_DUMP ask for must be possible
     return PassOptions(fuse=fuse, rules=chosen, max_rewrites=max_rewrites)
+
+
+def _check_patterns(rule: Rule) -> None:
+    """Trace the patterns of a rule now: a user's own may be wrong."""
+    try:
+        _ = rule.patterns
+    except Exception as error:
+        raise OptionError(
+            f"the pattern of rule {rule.name} raised {type(error).__name__}: {error}",
+            at=f"{rule.functions[0].__code__.co_filename}:"
+            f"{rule.functions[0].__code__.co_firstlineno} in {rule.name}",
+            try_="a function that calls torch.ops.aten.* on its parameters and returns the result",
+        ) from error
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,6 @@ from graphopt.bench.step import (
     detached,
     first_step,
     kept,
-    settings_of,
 )
 from graphopt.capture import signature as sig
 from graphopt.errors import OptionError
@@ -32,8 +32,10 @@ from graphopt.graph.text import type_text
 from graphopt.options import (
     DYNAMIC,
     check_choice,
+    check_fit,
     check_inputs,
     check_model,
+    check_names,
     check_passes,
     disabled,
 )
@@ -122,6 +124,7 @@ def bench(
     """
     check_model(model)
     args, kwargs = _inputs(inputs, example_kwargs)
+    check_fit(model, args, kwargs)
     others = _variants(against)
     optimizing = _options(options)
     _numbers(seconds, rounds, warmup)
@@ -263,7 +266,7 @@ def _versions() -> dict[str, str]:
 
 
 def _inputs(inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, named = check_inputs(inputs, kwargs)
+    args, named = check_inputs(inputs, kwargs, ("inputs", "example_kwargs"))
     if args is None:
         raise OptionError(
             "bench needs inputs", try_="bench(model, inputs); () where forward takes none"
@@ -298,7 +301,8 @@ def _variants(against: Any) -> dict[str, Any]:
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    found = settings_of(options, OPTIONS)
+    check_names("bench", options, (*inspect.signature(bench).parameters, *OPTIONS))
+    found = dict(options)
     check_passes(found.get("fuse", True), found.get("rules", "default"), found.get("max_rewrites"))
     check_choice("dynamic", found.get("dynamic", "auto"), DYNAMIC)
     return found

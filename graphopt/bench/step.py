@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -255,15 +255,3 @@ def chosen_optimizer(
             try_="True for AdamW, or a function: parameters -> torch.optim.Optimizer",
         )
     return made
-
-
-def settings_of(options: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
-    """The options for `optimize`.
-
-    Raises:
-        OptionError: for one that is not among the allowed.
-    """
-    for name in options:
-        if name not in allowed:
-            raise OptionError(f"bench has no option {name!r}", try_=" or ".join(sorted(allowed)))
-    return dict(options)

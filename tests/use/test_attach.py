@@ -221,7 +221,7 @@ def test_detach_of_what_is_not_attached_is_refused() -> None:
         graphopt.detach(net())
     with pytest.raises(graphopt.OptionError, match="came from optimize"):
         graphopt.detach(graphopt.optimize(net()))
-    with pytest.raises(graphopt.OptionError, match=r"takes an nn\.Module, not a int"):
+    with pytest.raises(graphopt.OptionError, match=r"of type int, not an nn\.Module"):
         graphopt.detach(3)  # type: ignore[type-var]
 
 
