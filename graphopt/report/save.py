@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -75,3 +77,21 @@ def _temporary(path: Path) -> str:
     os.umask(mask)
     os.chmod(name, 0o666 & ~mask)
     return name
+
+
+def json_text(data: Any) -> str:
+    """Plain data as JSON text; infinities and NaNs, which JSON cannot hold, become null.
+
+    Example:
+        >>> print(json_text([float("inf")]).split())
+        ['[', 'null', ']']
+    """
+    return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(k): _finite(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(v) for v in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

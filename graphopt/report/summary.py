@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from graphopt.report.fold import fold
 from graphopt.report.progress import progress
 from graphopt.report.remaining import Remaining, Shares, matrix_flops, remaining
 from graphopt.report.rules import RefusalSummary, RuleSummary, by_reason, by_rule, op_count
-from graphopt.report.save import check_path, save
+from graphopt.report.save import check_path, json_text, save
 from graphopt.report.subject import Subject, subject_of
 from graphopt.report.view import Part, html_fragment, html_page, plain
 from graphopt.verdict import VerifyResult
@@ -197,7 +196,7 @@ class Report:
 
     def json(self) -> str:
         """`to_dict` as JSON text; numbers that JSON cannot hold (inf, nan) become null."""
-        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        return json_text(self.to_dict())
 
 
 def report(opt: Any, path: Any = None, *, verify: VerifyResult | None = None) -> Report:
@@ -322,14 +321,3 @@ def _rewrite(record: RewriteRecord) -> dict[str, Any]:
 
 def _ops(graph: fx.Graph) -> int:
     return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)
-
-
-def finite(data: Any) -> Any:
-    """Data with infinities and NaNs replaced by None, which JSON can hold."""
-    if isinstance(data, dict):
-        return {str(k): finite(v) for k, v in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [finite(v) for v in data]
-    if isinstance(data, float) and data - data != 0:
-        return None
-    return data

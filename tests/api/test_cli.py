@@ -55,11 +55,120 @@ def test_wrong_target_exits_with_2_and_says_why(target, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_import_error_inside_the_target_is_not_hidden(tmp_path, monkeypatch):
+def test_import_error_inside_the_target_is_not_hidden(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_target.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        cli.load_target("broken_target:f")
+    assert cli.main(["explain", "broken_target:f"]) == 2
+    err = capsys.readouterr().err
+    assert "importing broken_target raised ModuleNotFoundError" in err
+    assert "no_such_dependency" in err
+    assert "broken_target.py:1" in err
+
+
+def test_a_factory_that_raises_is_told_without_a_traceback(capsys):
+    assert cli.main(["explain", "factories:raises"]) == 2
+    err = capsys.readouterr().err
+    assert "factories:raises raised FileNotFoundError: no weights here" in err
+    assert "factories.py:" in err
+    assert "Traceback" not in err
+
+
+def test_traceback_shows_where_the_factory_raised(capsys):
+    assert cli.main(["explain", "factories:raises", "--traceback"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert 'raise FileNotFoundError("no weights here")' in err
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "kind"),
+    [("factories:raises", 2, "UsageError"), ("factories:branch", 1, "CaptureError")],
+)
+def test_an_error_is_json_on_stdout_too(target, code, kind, capsys):
+    assert cli.main(["verify", target, "--json"]) == code
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert set(error) == {"kind", "message", "what", "at", "why", "try", "exit_code"}
+    assert (error["kind"], error["exit_code"]) == (kind, code)
+    assert error["what"] in err
+
+
+def test_report_answers_the_three_questions(capsys):
+    assert cli.main(["report", "factories:chain", "--verify"]) == 0
+    out = capsys.readouterr().out
+    for title in ("1. What became faster", "2. Why not the rest", "3. Is it still right"):
+        assert title in out
+    assert "Yes: 1 rewrites and the whole step" in out
+
+
+def test_report_and_diff_write_files(tmp_path, capsys):
+    for command in ("report", "diff"):
+        path = tmp_path / f"{command}.html"
+        assert cli.main([command, "factories:chain", "-o", str(path)]) == 0
+        assert path.read_text().startswith("<!doctype html>")
+        assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+@pytest.mark.parametrize("command", ["report", "diff"])
+def test_a_path_that_cannot_be_written_is_wrong_usage_before_the_factory_runs(command, capsys):
+    assert cli.main([command, "factories:raises", "-o", "/no/such/folder/x.html"]) == 2
+    assert "no folder" in capsys.readouterr().err
+
+
+def test_diff_prints_what_changed(capsys):
+    assert cli.main(["diff", "factories:chain"]) == 0
+    out = capsys.readouterr().out
+    assert "+++ optimized" in out
+    assert "graphopt.layer_norm(" in out
+
+
+def test_bisect_names_the_planted_rule_of_a_12_layer_model_in_one_command(capsys):
+    argv = ["bisect", "factories:twelve", "--rules", "default,-layer_norm,-add_layer_norm"]
+    assert cli.main([*argv, "--rule", "factories:planted_norm"]) == 1
+    out = capsys.readouterr().out
+    assert "guilty: rewrite #" in out
+    assert "rule planted_norm, at layers.7.norm" in out
+    assert "factories.py:" in out
+    assert "graphopt.layer_norm(" in out
+    assert "cure: optimize(..., rules=" in out
+
+
+def test_bisect_with_a_predicate_and_json(capsys):
+    argv = ["bisect", "factories:chain", "--predicate", "factories:no_fused_norm", "--json"]
+    assert cli.main(argv) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "graphopt.bisect/1"
+    assert [c["rewrite"]["rule"] for c in found["culprits"]] == ["layer_norm"]
+
+
+def test_bisect_of_a_right_model_is_good(capsys):
+    assert cli.main(["bisect", "factories:chain"]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [("factories:chain", "not a graphopt.passes.Rule"), ("factories:nope", "no function 'nope'")],
+)
+def test_a_rule_that_is_none_is_wrong_usage(rule, text, capsys):
+    assert cli.main(["explain", "factories:chain", "--rule", rule]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_bench_prints_its_table(capsys):
+    argv = ["bench", "factories:chain", "--against", "eager", "--seconds", "0.01", "--json"]
+    assert cli.main(argv) == 0
+    assert "rows" in json.loads(capsys.readouterr().out)
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys\nfrom graphopt import cli\n"
+        "try: cli.main(['bisect', '--help'])\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(

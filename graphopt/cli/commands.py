@@ -1,0 +1,181 @@
+"""The commands: each takes the parsed arguments and returns whether the verdict is good."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphopt.cli.target import UsageError, load_function, load_rules, load_target
+
+if TYPE_CHECKING:
+    from graphopt.module import GraphoptModule
+    from graphopt.report.view import Part
+
+
+def demo(arguments: argparse.Namespace) -> bool:
+    """`graphopt demo`."""
+    from graphopt import demo as demonstration
+
+    try:
+        result = demonstration.run(device=arguments.device, quiet=arguments.json)
+    except ImportError as error:
+        if error.name != "transformers":
+            raise
+        raise UsageError("the demo needs transformers: pip install 'graphopt[demo]'") from None
+    if arguments.json:
+        _print_json(result.to_dict())
+    return result.passed
+
+
+def explain(arguments: argparse.Namespace) -> bool:
+    """`graphopt explain TARGET`."""
+    from graphopt.report.explain import explain as explain_
+
+    rules = load_rules(arguments.rules, arguments.rule)
+    model, args, kwargs = load_target(arguments.target, arguments.mode)
+    found = explain_(model, args, kwargs, rules=rules)
+    _show(arguments, found.to_dict(), found.parts())
+    return True
+
+
+def report(arguments: argparse.Namespace) -> bool:
+    """`graphopt report TARGET`."""
+    import graphopt
+    from graphopt.report.save import check_path
+    from graphopt.report.summary import SUFFIXES, write
+
+    path = check_path(arguments.output, SUFFIXES) if arguments.output else None
+    opt, args, kwargs = _optimized(arguments)
+    proof = graphopt.verify(opt, args, kwargs) if arguments.verify else None
+    made = graphopt.report(opt, verify=proof)
+    if path is not None:
+        write(made, path)
+        _wrote(arguments, path)
+    else:
+        _show(arguments, made.to_dict(), made.parts())
+    return proof is None or proof.passed
+
+
+def diff(arguments: argparse.Namespace) -> bool:
+    """`graphopt diff TARGET`."""
+    import graphopt
+    from graphopt.report.save import check_path, json_text, save
+
+    path = check_path(arguments.output, (".txt", ".json", ".html")) if arguments.output else None
+    opt, _, _ = _optimized(arguments)
+    found = graphopt.diff(opt)
+    if path is None:
+        _show(arguments, found.to_dict(), found.parts())
+        return True
+    texts = {".txt": lambda: f"{found!r}\n", ".html": found.html}
+    made = texts.get(path.suffix.lower(), lambda: json_text(found.to_dict()))()
+    save(path, made)
+    _wrote(arguments, path)
+    return True
+
+
+def verify(arguments: argparse.Namespace) -> bool:
+    """`graphopt verify TARGET`."""
+    import graphopt
+    from graphopt.report.proof import proof_table, proof_text
+
+    opt, args, kwargs = _optimized(arguments)
+    result = graphopt.verify(opt, args, kwargs)
+    _show(arguments, result.to_dict(), [proof_table(result), proof_text(result)])
+    return result.passed
+
+
+def bisect(arguments: argparse.Namespace) -> bool:
+    """`graphopt bisect TARGET`."""
+    import graphopt
+
+    rules = load_rules(arguments.rules, arguments.rule)
+    predicate = load_function(arguments.predicate, "predicate") if arguments.predicate else None
+    model, args, kwargs = load_target(arguments.target, arguments.mode)
+    found = graphopt.bisect(model, args, kwargs, predicate=predicate, rules=rules)
+    _show(arguments, found.to_dict(), found.parts())
+    return found.good
+
+
+def bench(arguments: argparse.Namespace) -> bool:
+    """`graphopt bench TARGET`."""
+    import graphopt
+
+    options: dict[str, Any] = {}
+    if arguments.seconds is not None:
+        options["seconds"] = arguments.seconds
+    rules = load_rules(arguments.rules, arguments.rule)
+    model, args, kwargs = load_target(arguments.target, arguments.mode)
+    names = [name.strip() for name in arguments.against.split(",") if name.strip()]
+    found = graphopt.bench(
+        model,
+        args,
+        names,
+        example_kwargs=kwargs,
+        autocast=arguments.autocast,
+        rules=rules,
+        **options,
+    )
+    _show(arguments, found.to_dict(), found.parts())
+    return found["graphopt"].error is None
+
+
+def rules(arguments: argparse.Namespace) -> bool:
+    """`graphopt rules`."""
+    from graphopt.passes import all_rules
+    from graphopt.report.table import Table
+
+    rows = [
+        {"name": r.name, "family": r.family, "doc": r.doc.split("\n")[0], "module": r.module}
+        for r in all_rules()
+    ]
+    cells = tuple(
+        (row["name"], row["module"].removeprefix("graphopt.").replace(".", "/") + ".py", row["doc"])
+        for row in rows
+    )
+    _show(arguments, rows, [Table(("rule", "lives in", "what it does"), cells)])
+    return True
+
+
+def env(arguments: argparse.Namespace) -> bool:
+    """`graphopt env`."""
+    from graphopt.env import describe
+
+    environment = describe()
+    _show(arguments, environment.to_dict(), [str(environment)])
+    return True
+
+
+def _optimized(
+    arguments: argparse.Namespace,
+) -> tuple[GraphoptModule, tuple[Any, ...], dict[str, Any]]:
+    """The target's model, optimized, and its inputs."""
+    import graphopt
+
+    rules = load_rules(arguments.rules, arguments.rule)
+    model, args, kwargs = load_target(arguments.target, arguments.mode)
+    return graphopt.optimize(model, args, kwargs, rules=rules), args, kwargs
+
+
+def _show(arguments: argparse.Namespace, data: Any, parts: Sequence[Part]) -> None:
+    from graphopt.report.view import show_parts
+
+    if arguments.json:
+        _print_json(data)
+    else:
+        show_parts(parts)
+
+
+def _wrote(arguments: argparse.Namespace, path: Path) -> None:
+    if arguments.json:
+        _print_json({"written": str(path)})
+    else:
+        print(f"wrote {path}")
+
+
+def _print_json(data: Any) -> None:
+    from graphopt.report.save import json_text
+
+    print(json_text(data), end="")
