@@ -27,6 +27,7 @@ from graphopt.options import (
 )
 from graphopt.passes import PassOptions, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.report.progress import progress
 from graphopt.verify import VerifyResult, verify_body
 
 
@@ -41,7 +42,8 @@ class PassCompiler:
 
     def __call__(self, body: Body) -> Compiled:
         """Run the passes over one captured body."""
-        result = run_pipeline(body, self.options, leading=(MaterializeAutocast(),))
+        with progress("passes"):
+            result = run_pipeline(body, self.options, leading=(MaterializeAutocast(),))
         return Compiled(result.body, result)
 
 
@@ -112,7 +114,8 @@ def optimize(
     settings = Settings(dynamic=dynamic, on_error=on_error)
     opt = GraphoptModule(model, settings, PassCompiler(options))
     if args is not None:
-        opt.capture(args, kwargs)
+        with progress(f"capture {type(model).__name__}"):
+            opt.capture(args, kwargs)
         if verify:
             _verify(opt, args, kwargs).check()
     return opt
@@ -121,8 +124,8 @@ def optimize(
 @names_checked
 def verify(
     opt: GraphoptModule,
-    inputs: torch.Tensor | Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    inputs: torch.Tensor | Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
     *,
     backward: bool | None = None,
 ) -> VerifyResult:
@@ -135,7 +138,7 @@ def verify(
     Args:
         opt: what `optimize` returned, or an attached model.
         inputs: a tensor, or the positional arguments.
-        kwargs: the keyword arguments.
+        example_kwargs: the keyword arguments.
         backward: whether gradients are compared; by default where the graph was captured with
             gradients on.
 
@@ -158,7 +161,7 @@ def verify(
             f"verify takes an optimized module, not a {type(opt).__name__}",
             try_="graphopt.verify(graphopt.optimize(model), inputs)",
         )
-    args, named = check_inputs(inputs, kwargs, ("inputs", "kwargs"))
+    args, named = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
     check_choice("backward", backward, (None, True, False))
     check_fit(opt.source, args or (), named)
     entry = opt.capture(args or (), named)
@@ -170,7 +173,8 @@ def verify(
     leaves: list[torch.Tensor] = []
     sig.flatten((args or (), named), leaves)
     result = entry.compiled.result
-    return verify_body(result.captured, result.body, result.rewrites, leaves, backward=backward)
+    with progress(f"verify {len(result.rewrites)} rewrites"):
+        return verify_body(result.captured, result.body, result.rewrites, leaves, backward=backward)
 
 
 _verify = verify  # inside `optimize`, `verify` is an option

@@ -12,7 +12,14 @@ from torch import nn
 
 from graphopt.errors import OptionError
 from graphopt.module import GraphoptModule, Settings
-from graphopt.options import check_inputs, check_model, check_passes
+from graphopt.options import (
+    check_choice,
+    check_fit,
+    check_inputs,
+    check_model,
+    check_passes,
+    names_checked,
+)
 from graphopt.passes import PassOptions, Rule
 from graphopt.report.blame import BisectResult, Culprit, RuleTrial, Trial
 from graphopt.report.progress import Step, progress
@@ -23,6 +30,7 @@ PROBES = 2
 """Runs on each side of a culprit that check whether the verdict turns just once."""
 
 
+@names_checked
 def bisect(
     model: nn.Module,
     example_inputs: torch.Tensor | Sequence[Any] | None = None,
@@ -87,6 +95,9 @@ def bisect(
             "bisect needs example_inputs, or a predicate",
             try_="graphopt.bisect(model, inputs), or bisect(model, predicate=is_right)",
         )
+    if args is not None:
+        check_fit(model, args, kwargs)
+    check_choice("backward", backward, (None, True, False))
     start = time.perf_counter()
     with progress("bisect") as say:
         judge: Judge
@@ -308,9 +319,7 @@ def _gaps(seen: Mapping[int, bool], lo: int, hi: int, count: int) -> list[int]:
     chosen = []
     for low, high in ((0, lo), (hi, count)):
         points = sorted(k for k in seen if low <= k <= high)
-        widths = sorted(
-            ((b - a, a) for a, b in itertools.pairwise(points)), reverse=True
-        )
+        widths = sorted(((b - a, a) for a, b in itertools.pairwise(points)), reverse=True)
         chosen += [a + width // 2 for width, a in widths[:PROBES] if width > 1]
     return chosen
 

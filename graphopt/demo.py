@@ -113,7 +113,7 @@ def run(device: str | None = None, quiet: bool = False) -> DemoResult:
     say("", [rule_table(row for row in rules if row.fired)])
 
     say("\n2. verify: every rewrite and the whole step, forward and backward, against float64")
-    verified = graphopt.verify(opt, kwargs=inputs)
+    verified = graphopt.verify(opt, example_kwargs=inputs)
     say("", [proof_table(verified)])
     say(proof_text(verified))
 

@@ -14,6 +14,7 @@ from torch import fx
 from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.record import RewriteRecord, site_of
 from graphopt.graph.text import base_name, identifier, results_of, state_text, statement, unpacked
+from graphopt.options import names_checked
 from graphopt.report.fold import fold, fold_text
 from graphopt.report.subject import subject_of
 from graphopt.report.view import Code, Part, html_fragment, html_page, plain, wrap
@@ -136,6 +137,7 @@ class DiffResult:
         return {"schema": SCHEMA, **data, "changed": changed, "unchanged": list(self.unchanged)}
 
 
+@names_checked
 def diff(opt: Any) -> DiffResult:
     """What the passes changed in the graph in force, module by module.
 

@@ -25,6 +25,7 @@ from graphopt.options import (
 )
 from graphopt.passes import PipelineResult, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.report.progress import progress
 from graphopt.report.rules import (
     RefusalSummary,
     RuleSummary,
@@ -156,6 +157,7 @@ class Explanation:
 
 
 @names_checked
+@names_checked
 def explain(
     model: torch.nn.Module,
     example_inputs: torch.Tensor | Sequence[Any] | None = None,
@@ -193,11 +195,13 @@ def explain(
     args, kwargs = check_inputs(example_inputs, example_kwargs)
     check_fit(model, args or (), kwargs)
     options = check_passes(fuse, rules, max_rewrites)
+    check_fit(model, args or (), kwargs)
     start = time.perf_counter()
-    captured = capture(model, args or (), kwargs)
-    body = captured.body
-    body.autocast = autocast_dtypes(ambient())
-    result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
+    with progress(f"explain {type(model).__name__}"):
+        captured = capture(model, args or (), kwargs)
+        body = captured.body
+        body.autocast = autocast_dtypes(ambient())
+        result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
     return Explanation.of(model, captured.names, result, time.perf_counter() - start)
 
 

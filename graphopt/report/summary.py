@@ -16,6 +16,7 @@ from graphopt.cost.ops import nodes_cost
 from graphopt.errors import OptionError
 from graphopt.graph.record import RewriteRecord
 from graphopt.graph.text import python_code
+from graphopt.options import names_checked
 from graphopt.report.fold import fold
 from graphopt.report.progress import progress
 from graphopt.report.remaining import Remaining, Shares, matrix_flops, remaining
@@ -199,6 +200,7 @@ class Report:
         return json_text(self.to_dict())
 
 
+@names_checked
 def report(opt: Any, path: Any = None, *, verify: VerifyResult | None = None) -> Report:
     """Report on the graph in force of an optimized module.
 
