@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from graphopt.capture import signature as sig
 from graphopt.capture.entry import Compiled, Entry
-from graphopt.capture.key import GraphKey, ambient, leaf_facts, transformed
+from graphopt.capture.key import GraphKey, ambient, leaf_facts, same_objects, transformed
 from graphopt.capture.shadow import SOURCE_OF
 from graphopt.capture.store import GraphStore, Recapture, Settings
 from graphopt.errors import CaptureError, GraphOptError
@@ -120,7 +120,9 @@ class GraphoptModule(fx.GraphModule):
             structure = sig.flatten((args, kwargs), leaves)
         except CaptureError as error:
             return store.fallback(error).call([], leaves, args, kwargs)
-        key = GraphKey(self.source.training, ambient(), structure, leaf_facts(leaves))
+        key = GraphKey(
+            self.source.training, ambient(), structure, leaf_facts(leaves), same_objects(leaves)
+        )
         entry = store.exact.get(key)
         state = entry.state() if entry is not None else None
         while entry is None or state is None:  # again where another thread changes the state
@@ -142,7 +144,9 @@ class GraphoptModule(fx.GraphModule):
         args, kwargs = tuple(args), kwargs or {}
         leaves: list[torch.Tensor] = []
         structure = sig.flatten((args, kwargs), leaves)
-        key = GraphKey(self.source.training, ambient(), structure, leaf_facts(leaves))
+        key = GraphKey(
+            self.source.training, ambient(), structure, leaf_facts(leaves), same_objects(leaves)
+        )
         entry = self._store.find(key, args, kwargs)
         if not isinstance(entry, Entry):
             return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphopt.capture.functions import functions_in, is_torchs
 from graphopt.capture.signature import holds_tensor
 from graphopt.errors import CaptureError
 
@@ -24,9 +26,30 @@ class Attributes:
     Buffers are left out: assigning one becomes a write to it.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, sources: dict[int, nn.Module]) -> None:
+        """Take down the attributes.
+
+        Args:
+            root: the module that the trace runs (a shadow).
+            sources: id of its modules -> the source's module; a buffer that the source does not
+                have is a plain tensor attribute of it.
+        """
         self._root = root
-        self._before = [(path, m, _attributes(m)) for path, m in root.named_modules()]
+        self._plain = {
+            id(m): frozenset(m._buffers.keys() - sources.get(id(m), m)._buffers.keys())
+            for m in root.modules()
+        }
+        self._before = [(path, m, self._attributes(m)) for path, m in root.named_modules()]
+        self._names = [(path, m, _registered(m)) for path, m in root.named_modules()]
+
+    def _attributes(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
+        """Name -> (value, items of a list or dict) of a module's attributes."""
+        plain = {n: module._buffers.get(n) for n in self._plain.get(id(module), ())}
+        found = {}
+        for name, value in (*module.__dict__.items(), *module._parameters.items(), *plain.items()):
+            if name not in ("_parameters", "_buffers", "_modules") and name not in _OWN_OF_A_TRACE:
+                found[name] = (value, items_of(value))
+        return found
 
     def refuse_changed(self) -> None:
         """Compare with the present attributes.
@@ -37,21 +60,23 @@ class Attributes:
         """
         own = {id(t) for t in (*self._root.parameters(), *self._root.buffers())}
         for path, module, before in self._before:
-            for name, (value, items) in _attributes(module).items():
+            for name, (value, items) in self._attributes(module).items():
                 old, old_items = before.get(name, (_MISSING, None))
                 changed = _changed(value, old) or _items_changed(items, old_items)
                 if changed and not _only_own(items, own):
                     label = f"{path}.{name}" if path else name
-                    raise assigned(label, value, _written_at(type(module), name))
+                    kinds = [type(module), type(self._root)]
+                    raise assigned(label, value, written_at(name, kinds))
+        for path, module, names in self._names:
+            for name in sorted(_registered(module) ^ names):
+                label = f"{path}.{name}" if path else name
+                raise assigned(
+                    label, getattr(module, name, None), forward_of([type(module), type(self._root)])
+                )
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
-    """Name -> (value, items of a list or dict) of a module's attributes."""
-    found = {}
-    for name, value in (*module.__dict__.items(), *module._parameters.items()):
-        if name not in ("_parameters", "_buffers", "_modules") and name not in _OWN_OF_A_TRACE:
-            found[name] = (value, items_of(value))
-    return found
+def _registered(module: nn.Module) -> frozenset[str]:
+    return frozenset((*module._parameters, *module._buffers, *module._modules))
 
 
 def items_of(value: Any) -> tuple[Any, ...] | None:
@@ -96,6 +121,29 @@ def changed_objects(before: list[tuple[Any, dict[str, Any]]]) -> tuple[str, Any]
     return found
 
 
+def switched_settings(
+    before: list[tuple[Any, dict[str, Any]]],
+) -> list[tuple[Any, str, Any, Any]]:
+    """(object, name, old, new) of the flags and strings that a forward set in objects."""
+    found = []
+    for owner, then in before:
+        for name, value in owner.__dict__.items():
+            old = then.get(name, _MISSING)
+            setting = value is None or isinstance(value, bool | str)
+            if setting and value is not old and (type(value) is not type(old) or value != old):
+                found.append((owner, name, old, value))
+    return found
+
+
+def set_back(switched: list[tuple[Any, str, Any, Any]]) -> None:
+    """Undo what `switched_settings` found."""
+    for owner, name, old, _ in switched:
+        if old is _MISSING:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = old
+
+
 def _changed(value: Any, old: Any) -> bool:
     if value is old:
         return False
@@ -108,27 +156,72 @@ def _holds(value: Any) -> bool:
     return holds_tensor(value, set())
 
 
-def _written_at(kind: type, name: str) -> str | None:
-    """The first line outside of `__init__` where a class writes an attribute of its instances."""
-    written = re.compile(rf"\bself\.{re.escape(name)}\b(\[.*\])?\s*([-+*/|&]|//|\*\*)?=(?!=)")
-    for base in kind.__mro__:
-        for function in vars(base).values():
-            if not inspect.isfunction(function) or function.__name__ == "__init__":
-                continue
-            try:
-                lines, first = inspect.getsourcelines(function)
-            except (OSError, TypeError):
-                continue
-            for number, line in enumerate(lines, first):
-                if written.search(line):
-                    file, where = function.__code__.co_filename, function.__qualname__
-                    return f"{file}:{number} in {where}    {line.strip()}"
+_CHANGING = "append|appendleft|extend|add|update|pop|popleft|insert|setdefault|clear|remove|discard"
+
+
+def written_at(name: str, kinds: list[type], functions: Sequence[Any] = ()) -> str | None:
+    """The first line outside of `__init__` where one of some classes writes to an attribute.
+
+    Args:
+        name: of the attribute, or of a variable outside.
+        kinds: classes of modules, the likeliest first.
+        functions: where to look before the classes.
+
+    Returns:
+        "file:line in Class.function    code"; the first class's forward where no line is found.
+    """
+    assigned_to = re.compile(
+        rf"\b{re.escape(name)}\b(\[.*\]|\.\w+)*(\s*(?:[-+*/|&@%^]|//|\*\*|<<|>>)?=(?!=)"
+        rf"|\.(?:{_CHANGING})\()"
+    )
+    bases = dict.fromkeys(base for k in kinds for base in k.__mro__)
+    methods = [f for base in bases for f in list(vars(base).values())]
+    lines = [
+        line
+        for function in (*functions, *methods)
+        for line in _lines(function)
+        if assigned_to.search(line.partition("    ")[2])
+    ]
+    lines.sort(key=lambda line: ".train    " in line)  # where caches are emptied
+    return lines[0] if lines else forward_of(kinds)
+
+
+def _lines(value: Any) -> Iterator[str]:
+    """The lines of a method that is not `__init__`, each with its place."""
+    for function in functions_in(value):
+        if function.__name__ == "__init__" or is_torchs(function.__module__):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(function)
+        except (OSError, TypeError):
+            continue
+        file, where = function.__code__.co_filename, function.__qualname__
+        for number, line in enumerate(lines, first):
+            yield f"{file}:{number} in {where}    {line.strip()}"
+
+
+def forward_of(kinds: list[type]) -> str | None:
+    """The place of the first forward of some classes that is not torch's own."""
+    for base in (base for kind in kinds for base in kind.__mro__):
+        for function in functions_in(base.__dict__.get("forward")):
+            if function.__module__.partition(".")[0] not in ("torch", "graphopt"):
+                code = function.__code__
+                return f"{code.co_filename}:{code.co_firstlineno} in {function.__qualname__}"
     return None
 
 
-def assigned(name: str, value: Any, at: str | None = None) -> CaptureError:
-    """The error for an attribute that a forward writes."""
+def assigned(
+    name: str, value: Any, at: str | None = None, *, outside: bool = False
+) -> CaptureError:
+    """The error for an attribute that a forward writes (or a variable outside of the model)."""
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+    if outside:
+        return CaptureError(
+            f"forward changes {name!r} ({kind})",
+            at=at,
+            why="a graph holds no Python state: later calls would neither see nor make the change",
+            try_="a buffer (register_buffer) in its place; or on_error='fallback'",
+        )
     return CaptureError(
         f"forward assigns the attribute {name!r} ({kind})",
         at=at,

@@ -15,6 +15,7 @@ from graphopt.capture.aliases import Returned
 from graphopt.capture.export import Capture
 from graphopt.capture.guard import Guard, modules_of
 from graphopt.capture.key import GraphKey
+from graphopt.capture.memory import Memory
 from graphopt.capture.shadow import eager_forward
 from graphopt.capture.watch import foreign, hook_dicts
 from graphopt.emit import ParamRef, Program
@@ -43,7 +44,7 @@ class Eager:
         self._hooks = hook_dicts(modules_of(source))
         self._hooked = foreign(self._hooks)
 
-    def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
+    def serves(self, shapes: Sequence[Sequence[int]], strides: Sequence[Any]) -> bool:
         """Every size: what cannot be captured at one size cannot be at another."""
         return True
 
@@ -72,12 +73,13 @@ class Entry:
         state: checks that the graph is right for the state of the module now, and reads the
             tensors that `call` takes; None where it is not.
         shapes: the sizes it was captured with.
+        strides: likewise.
     """
 
     def __init__(self, capture: Capture, compiled: Compiled, key: GraphKey, label: str) -> None:
         self.capture = capture
         self.compiled = compiled
-        self.shapes = key.shapes()
+        self.shapes, self.strides = key.shapes(), key.strides()
         body = compiled.body
         mode = "train" if body.training else "eval"
         self.program = Program(body, f"{label} {mode}")
@@ -94,18 +96,18 @@ class Entry:
         for m in body.mutations:
             target = inputs.index(m.target) if m.kind == "input" else ParamRef.of(body, m.target)
             self._writes.append((m.output, target))
-        self._written_inputs = [t for _, t in self._writes if isinstance(t, int)]
+        self._memory = Memory([t for _, t in self._writes])
         self._returned: list[tuple[int, ParamRef | int, Returned]] = []
         for i, result in capture.returned.items():
             name = result.target
             place = inputs.index(name) if result.kind == "input" else ParamRef.of(body, name)
             self._returned.append((i, place, result))
 
-    def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether the graph is right for these sizes."""
+    def serves(self, shapes: Sequence[Sequence[int]], strides: Sequence[Any]) -> bool:
+        """Whether the graph is right for these sizes (and, where they are fixed, strides)."""
         guards = self.capture.guards
         if guards is None:
-            return self.shapes == tuple(map(tuple, shapes))
+            return self.shapes == tuple(map(tuple, shapes)) and self.strides == tuple(strides)
         return guards.broken(shapes) is None
 
     def call(
@@ -123,10 +125,10 @@ class Entry:
             args: the arguments as given, for a call whose arguments overlap in memory.
             kwargs: likewise.
         """
-        if self._written_inputs and self._overlap(leaves):
+        if self._writes and self._memory.overlaps(state, leaves):
             warnings.warn(
-                "an argument that is written in place shares memory with another one:"
-                " running the model unoptimized for this call",
+                "a tensor that forward writes in place shares memory with another argument or with"
+                " other state: running the model unoptimized for this call",
                 GraphoptWarning,
                 3,
             )
@@ -167,7 +169,3 @@ class Entry:
             tensor = leaves[target] if isinstance(target, int) else target.read()
             found[i] = result.of(tensor)
         return found
-
-    def _overlap(self, leaves: Sequence[torch.Tensor]) -> bool:
-        storages = [t.untyped_storage()._cdata for t in leaves]
-        return any(storages.count(storages[i]) > 1 for i in self._written_inputs)

@@ -16,10 +16,13 @@ from torch import fx, nn
 
 from graphopt.capture import signature as sig
 from graphopt.capture.aliases import Returned
-from graphopt.capture.assigned import Attributes
+from graphopt.capture.assigned import Attributes, assigned, forward_of, set_back, written_at
+from graphopt.capture.before import Before
+from graphopt.capture.certain import Certain
 from graphopt.capture.failure import convert
 from graphopt.capture.functionalize import functionalize
-from graphopt.capture.key import switches
+from graphopt.capture.impure import Impure
+from graphopt.capture.key import same_objects, switches
 from graphopt.capture.normalize import normalize
 from graphopt.capture.places import Places
 from graphopt.capture.reads import Reads
@@ -32,7 +35,7 @@ from graphopt.capture.watch import (
     refuse_hooks,
     watching,
 )
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, GraphoptWarning
 from graphopt.graph.body import Body
 
 logger = logging.getLogger("graphopt.capture")
@@ -114,10 +117,10 @@ def capture(
     refuse_checkpointing(module)
     refuse_hooks(module)
     with LOCK:
-        program, outputs, places, seconds = _export(module, inputs, leaves, dynamic or {})
+        exported = _export(module, inputs, leaves, dynamic or {})
         grad = torch.is_grad_enabled()
         tracked = [leaf.requires_grad for leaf in leaves]
-        flat = normalize(program, module, names, tracked, grad)
+        flat = normalize(exported.program, module, names, tracked, grad)
         pure = functionalize(flat)
     _drop_dead(pure.graph)
     user_outputs = len(pure.graph.output_node().args[0]) - len(pure.mutations)  # type: ignore[arg-type]
@@ -133,7 +136,9 @@ def capture(
     )
     guards = ShapeGuards.of(pure.graph) if dynamic else None
     total = time.perf_counter() - started
+    seconds = exported.seconds
     logger.info("%s: %.2f s export, %.2f s in all", type(module).__name__, seconds, total)
+    outputs, places = exported.outputs, exported.places
     return Capture(body, inputs, outputs, names, pure.returned, guards, places, seconds, total)
 
 
@@ -142,22 +147,52 @@ def _export(
     inputs: sig.Structure,
     leaves: list[torch.Tensor],
     dynamic: dict[int, set[int]],
-) -> tuple[Any, sig.Structure, Places, float]:
-    """Run `torch.export` on a shadow.
+) -> _Exported:
+    """Run `torch.export` on a shadow; twice where the forward decided a setting for good.
 
-    Returns:
-        The program, the structure of the result, what the forward read, and seconds.
+    Raises:
+        CaptureError: where it would decide otherwise at the next call.
     """
+    first = _export_once(module, inputs, leaves, dynamic)
+    if not first.switched:
+        return first
+    # config.problem_type is None: the first forward decides. Later ones must do the same
+    try:
+        again = _export_once(module, inputs, leaves, dynamic)
+    except CaptureError:
+        set_back(first.switched)
+        raise
+    codes = [e.program.graph_module.code for e in (first, again)]
+    if again.switched or codes[0] != codes[1]:
+        set_back(again.switched)
+        set_back(first.switched)
+        owner, name, _, new = first.switched[0]
+        label = f"{type(owner).__name__}.{name}"
+        raise assigned(label, new, written_at(name, [type(m) for m in module.modules()]))
+    return again
+
+
+def _export_once(
+    module: nn.Module,
+    inputs: sig.Structure,
+    leaves: list[torch.Tensor],
+    dynamic: dict[int, set[int]],
+) -> _Exported:
     found: list[sig.Structure] = []
+    same = same_objects(leaves)
 
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
+        flat = tuple(flat[i] for i in same) if same else flat
         args, kwargs = sig.unflatten(inputs, flat)
         results: list[Any] = []
-        attributes, modes = Attributes(shadow), switches()
+        attributes, modes = Attributes(shadow, sources), switches()
         tracked = [t.requires_grad for t in flat]
+        before = None
         try:
             with reads.recording():
-                result = original(*args, **kwargs)
+                before = Before(dict(shadow.named_modules()), reads)
+                with Certain(), impure.watching(flat):
+                    result = original(*args, **kwargs)
             found[:] = [sig.flatten(result, results, results=True)]
             _refuse_changed(inputs, (args, kwargs), flat)
             _refuse_switched(modes, flat, tracked)
@@ -167,12 +202,18 @@ def _export(
             raise _ForwardError(error) from error
         finally:
             changed = reads.changed()
+            outside = before.changed() if before is not None else None
+        if changed is None and before is not None and outside is not None:
+            label, value, name = outside
+            kinds = [type(m) for m in module.modules()]
+            at = written_at(name, kinds, before.functions)
+            changed = assigned(label, value, at, outside=True)
         if changed is not None:
             raise _ForwardError(changed)
         return results
 
     shadow, sources = shadow_of(module, forward)
-    reads = Reads(sources)
+    reads, impure = Reads(sources), Impure()
     with _isolated():
         examples = tuple(_example(leaf) for leaf in leaves)
         shapes = _dynamic_shapes(leaves, dynamic)
@@ -181,10 +222,26 @@ def _export(
             program = _traced(shadow, examples, shapes)
         except Exception as error:
             logger.debug("torch.export failed", exc_info=True)
+            set_back(reads.switched())
             cause = error.cause if isinstance(error, _ForwardError) else error
-            raise convert(cause, type(module).__name__) from None
+            raise _placed(convert(cause, type(module).__name__), module) from None
         seconds = time.perf_counter() - started
-    return program, found[0], Places(module, reads), seconds
+    if impure.printed:
+        warnings.warn(
+            f"forward prints ({impure.printed}): a graph does not, only this capture did",
+            GraphoptWarning,
+            2,
+        )
+    places = Places(module, reads, impure.environ)
+    return _Exported(program, found[0], places, seconds, reads.switched())
+
+
+def _placed(error: BaseException, module: nn.Module) -> BaseException:
+    """A refusal that knows no line has that of the model's forward."""
+    if isinstance(error, CaptureError) and error.at is None:
+        at = forward_of([type(m) for m in module.modules()])
+        return CaptureError(error.what, at=at, why=error.why, try_=error.try_)
+    return error
 
 
 def _traced(shadow: nn.Module, examples: tuple[Any, ...], shapes: Any) -> Any:
@@ -234,6 +291,25 @@ def _refuse_switched(modes: Any, flat: tuple[Any, ...], tracked: list[bool]) -> 
             why="a graph would not do that: the caller would not see it after later calls",
             try_="a context manager (with torch.no_grad(): ...); or on_error='fallback'",
         )
+
+
+@dataclasses.dataclass
+class _Exported:
+    """What one `torch.export` of a shadow gave.
+
+    Attributes:
+        program: the exported program.
+        outputs: structure of the result.
+        places: what the forward read.
+        seconds: how long it took.
+        switched: settings that the forward decided.
+    """
+
+    program: Any
+    outputs: sig.Structure
+    places: Places
+    seconds: float
+    switched: list[tuple[Any, str, Any, Any]]
 
 
 class _ForwardError(Exception):

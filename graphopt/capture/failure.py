@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
@@ -21,10 +22,18 @@ _STDLIB = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib"
 _SITE = tuple({sysconfig.get_path(k) + os.sep for k in ("purelib", "platlib")})
 
 
-def _is_users(filename: str) -> bool:
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's, nor ours, nor the standard library's."""
     if filename.startswith((_TORCH, _HERE)) or filename.startswith("<frozen"):
         return False
     return filename.startswith(_SITE) or not filename.startswith(_STDLIB)
+
+
+def is_stdlib(filename: str) -> bool:
+    """Whether a file is one of the standard library's."""
+    known = filename.startswith(_STDLIB) and not filename.startswith(_SITE)
+    return known or filename.startswith("<frozen")
 
 
 def _describe(frame: types.FrameType, line: int) -> str:
@@ -49,7 +58,7 @@ def user_frame(error: BaseException | None = None) -> str | None:
     frames = _frames_of(error) if error is not None else traceback.walk_stack(sys._getframe(1))
     picked = None
     for frame, line in frames:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             picked = _describe(frame, line)
             if error is None:  # walk_stack starts at the innermost
                 break
@@ -62,7 +71,7 @@ def _frames_of(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
     current: BaseException | None = error
     while current is not None and seen < 10:
         frames = list(traceback.walk_tb(current.__traceback__))
-        if any(_is_users(f.f_code.co_filename) and "self" in f.f_locals for f, _ in frames):
+        if any(is_users(f.f_code.co_filename) and "self" in f.f_locals for f, _ in frames):
             yield from frames
             return
         current, seen = current.__cause__ or current.__context__, seen + 1
@@ -74,7 +83,7 @@ def _is_models_own(error: BaseException) -> bool:
     if type(error).__module__.startswith("torch."):
         return False
     frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames or not _is_users(frames[-1][0].f_code.co_filename):
+    if not frames or not is_users(frames[-1][0].f_code.co_filename):
         return False
     frame, line = frames[-1]
     text = linecache.getline(frame.f_code.co_filename, line).strip()

@@ -61,6 +61,8 @@ class Guard:
         self._modules = modules
         self._kinds = [type(m) for m in modules]
         shadowing = {id(own): own for own, *_ in places.unshadowed}
+        self._registers = [(d, tuple(d), label) for d, label in places.registers]
+        shadowing |= {id(d): d for d, _ in places.registers}
         self._dicts = list(({id(m.__dict__): m.__dict__ for m in modules} | shadowing).values())
         self._unshadowed = places.unshadowed
         self._sizes = list(map(len, self._dicts))
@@ -181,6 +183,9 @@ class Guard:
         for path, module, kind in zip(self._paths, self._modules, self._kinds, strict=True):
             if type(module) is not kind:
                 return (f"class of {path or 'the model'}", kind.__name__, type(module).__name__)
+        for own_state, names, label in self._registers:
+            if tuple(own_state) != names:
+                return (label, names, tuple(own_state))
         for own, name, label in self._unshadowed:
             if name in own and not getattr(own[name], ATTACHED, False):
                 return (label, "the class's", own[name])

@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 _interpreter = torch._C._functorch.peek_interpreter_stack
 
 Ambient = tuple[Any, ...]
-Leaf = tuple[torch.dtype, torch.device, torch.Size, bool, bool]
+Leaf = tuple[torch.dtype, torch.device, torch.Size, bool, Any]
 
 
 class GraphKey(NamedTuple):
@@ -30,22 +30,29 @@ class GraphKey(NamedTuple):
         ambient: grad mode, inference mode, default dtype, autocast dtype per device type, default
             device, whether deterministic algorithms are asked for.
         structure: structure of `(args, kwargs)`, plain values included.
-        leaves: per tensor argument: dtype, device, shape, requires_grad, contiguous.
+        leaves: per tensor argument: dtype, device, shape, requires_grad, strides (True where it
+            is contiguous).
+        same: for arguments of which some are one object: per leaf the first leaf that it is.
     """
 
     training: bool
     ambient: Ambient
     structure: sig.Structure
     leaves: tuple[Leaf, ...]
+    same: tuple[int, ...] = ()
 
     def family(self) -> tuple[Any, ...]:
         """The key without the sizes: graphs of one family differ in sizes only."""
-        facts = tuple((d, v, len(s), r, c) for d, v, s, r, c in self.leaves)
-        return (self.training, self.ambient, self.structure, facts)
+        facts = tuple((d, v, len(s), r, _order(c)) for d, v, s, r, c in self.leaves)
+        return (self.training, self.ambient, self.structure, facts, self.same)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor argument."""
         return tuple(tuple(leaf[2]) for leaf in self.leaves)
+
+    def strides(self) -> tuple[Any, ...]:
+        """The strides of each tensor argument, True for a contiguous one."""
+        return tuple(leaf[4] for leaf in self.leaves)
 
 
 def ambient() -> Ambient:
@@ -89,4 +96,32 @@ def autocast_dtypes(modes: Ambient) -> dict[str, torch.dtype]:
 
 def leaf_facts(leaves: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
     """The facts of each tensor argument that stand in a key."""
-    return tuple([(t.dtype, t.device, t.shape, t.requires_grad, t.is_contiguous()) for t in leaves])
+    return tuple(
+        [
+            (t.dtype, t.device, t.shape, t.requires_grad, t.is_contiguous() or _strides(t))
+            for t in leaves
+        ]
+    )
+
+
+def same_objects(leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Per leaf the first leaf that is the very same object; empty where all are distinct.
+
+    Example:
+        >>> x, y = torch.ones(1), torch.ones(1)
+        >>> same_objects([x, y]), same_objects([x, y, x])
+        ((), (0, 1, 0))
+    """
+    marks = list(map(id, leaves))
+    return () if len(set(marks)) == len(marks) else tuple([marks.index(m) for m in marks])
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout is torch.strided else None
+
+
+def _order(strides: Any) -> Any:
+    """Which dimension has the greatest stride, which the next; True where it is contiguous."""
+    if strides is True or strides is None:
+        return strides
+    return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import dis
+import contextvars
+import datetime
 import enum
 import functools
-import inspect
+import os
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from graphopt.capture.assigned import assigned
+from graphopt.capture.functions import functions_in, is_librarys, is_torchs, names_of
+from graphopt.capture.impure import CLOCKS, impure
 from graphopt.capture.reads import CONTAINERS, Reads, can_be_watched
 from graphopt.capture.shadow import ATTACHED, SOURCE_OF
 
 ABSENT = object()
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 _PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_SMALL_ARRAY = 1 << 16  # bytes of a numpy array whose content is compared at every call
+_STATE = ("_parameters", "_buffers")
+_LARGEST_ARRAY = 1 << 24  # bytes of a numpy array whose content is compared at every call
 
 
 class Cell(NamedTuple):
@@ -64,30 +67,36 @@ class Places:
         tensors: (instance `__dict__`, name, label) of tensors kept as plain attributes of modules.
         unshadowed: (instance `__dict__`, name, label) of names that must stay absent from it,
             because the class (or nobody) provides them.
+        registers: (`_parameters` or `_buffers`, label) of modules whose names forward listed.
     """
 
-    def __init__(self, root: nn.Module, reads: Reads) -> None:
+    def __init__(self, root: nn.Module, reads: Reads, environ: dict[str, str | None]) -> None:
         self.cells: list[Cell] = []
         self.contents: list[Contents] = []
         self.tensors: list[tuple[dict[str, Any], str, str]] = []
         self.unshadowed: list[tuple[dict[str, Any], str, str]] = []
+        self.registers: list[tuple[dict[str, Any], str]] = []
         self._paths = {id(m.__dict__.get(SOURCE_OF, m)): p for p, m in root.named_modules()}
         self._known: set[tuple[int, str]] = set()
         self._functions: set[int] = set()
         for (_, name), owner in reads.seen.items():
             self._attribute(owner, name)
         self._attribute(root, "forward")
+        for name, value in environ.items():
+            self._cell(_Environment(), name, value, f"os.environ[{name!r}]", id(os.environ))
 
     # ---- attributes
 
     def _attribute(self, owner: Any, name: str) -> None:
         label = self._label(owner, name)
-        own = owner.__dict__ if hasattr(owner, "__dict__") else {}
-        if name in own:
+        own = owner.__dict__ if hasattr(owner, "__dict__") else None
+        if own is not None and name in own:
             value = own[name]
-            if id(owner) in self._paths and isinstance(value, torch.Tensor):  # read live
+            if name in _STATE:
+                self.registers.append((own[name], label))
+            elif id(owner) in self._paths and isinstance(value, torch.Tensor):  # read live
                 self.tensors.append((own, name, label))
-            elif not getattr(value, ATTACHED, False):  # our own forward, put there
+            elif name != "forward" or not getattr(value, ATTACHED, False):  # our own, put there
                 self._cell(own, name, value, label)
                 self._content(value, label)
             return
@@ -99,11 +108,13 @@ class Places:
                     self._cell(kept, name, kept[name], label)
             if any(name in d for d in (owner._parameters, owner._buffers, owner._modules)):
                 return
-        if own:
+        if own is not None:
             self.unshadowed.append((own, name, label))
         if self._of_class(owner, name, label) or isinstance(owner, nn.Module):
             return
-        if own and getattr(owner, name, ABSENT) is not ABSENT:  # computed from other attributes
+        if (
+            own is not None and getattr(owner, name, ABSENT) is not ABSENT
+        ):  # computed from other attributes
             self._content_of(functools.partial(_plain_items, own), label)
 
     def _of_class(self, owner: Any, name: str, label: str) -> bool:
@@ -119,12 +130,15 @@ class Places:
                 self._cell(_Attribute(owner), name, now, label, id(owner))
                 self._content(now, label)
                 return True
-            if _is_torchs(kind.__module__) and name != "forward" and not isinstance(value, _PLAIN):
+            if is_torchs(kind.__module__) and name != "forward" and not isinstance(value, _PLAIN):
                 continue
             self._cell(kind.__dict__, name, value, f"{kind.__name__}.{name}", id(kind))
             self._content(value, f"{kind.__name__}.{name}")
-            for function in _functions_in(value):
+            for function in functions_in(value):
                 self._function(function, 0)
+                if not is_librarys(kind.__module__):  # type(self).name
+                    names = set(names_of(function.__code__))
+                    self._members(kind.__dict__, names, kind.__name__, id(kind), 4)
         return found
 
     def _label(self, owner: Any, name: str) -> str:
@@ -144,24 +158,36 @@ class Places:
         if isinstance(value, type):
             self._class_data(value)
         elif isinstance(value, CONTAINERS):
-            if depth > 3 or not value or (id(value), "") in self._known:
+            if depth > 3 or (id(value), "") in self._known:
                 return
             self._known.add((id(value), ""))
             if not isinstance(value, (tuple, frozenset)):
                 self._content_of(functools.partial(_items, value), label)
             for item in value.values() if isinstance(value, dict) else value:
                 self._content(item, label, depth + 1)
-        elif _is_array(value) and value.nbytes <= _SMALL_ARRAY:
+        elif _is_array(value):
+            if value.nbytes > _LARGEST_ARRAY and value.flags.writeable:
+                raise impure(
+                    f"a numpy array of {value.nbytes >> 20} MiB ({label}) in forward", None
+                )
             self._content_of(functools.partial(_array_items, value), label)
-        elif _is_opaque(value):
-            self._content_of(functools.partial(_plain_items, value.__dict__), label)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, 0)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._content(part, label, depth + 1)
+        elif _is_opaque(value) and depth <= 3 and (id(value), "") not in self._known:
+            self._known.add((id(value), ""))
+            self._content_of(functools.partial(_items, value.__dict__), label)
+            for item in list(value.__dict__.values()):
+                self._content(item, label, depth + 1)
 
     def _content_of(self, read: Callable[[], tuple[Any, ...]], label: str) -> None:
         self.contents.append(Contents(read, read(), label))
 
     def _class_data(self, kind: type) -> None:
         """Plain attributes of a class that stands as a value (a class used as a config)."""
-        if _is_torchs(kind.__module__) or kind.__module__ == "builtins":
+        if is_torchs(kind.__module__) or kind.__module__ == "builtins":
             return
         for name, value in list(kind.__dict__.items()):
             if not name.startswith("__") and isinstance(value, _PLAIN):
@@ -171,14 +197,14 @@ class Places:
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         """Cells for the globals and closure that a function's code names, its helpers' too."""
-        if id(function) in self._functions or _is_librarys(function.__module__):
+        if id(function) in self._functions or is_librarys(function.__module__):
             return
         self._functions.add(id(function))
-        names = set(_names(function.__code__))
-        if depth == 0:
-            _refuse_stores(function)
+        names = set(names_of(function.__code__))
         scope = function.__globals__
+        at = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
         for name in sorted(names & scope.keys()):
+            _refuse_clock(scope[name], names, f"{at} in {function.__qualname__}")
             label = f"{scope.get('__name__')}.{name}"
             self._outer(scope, name, names, label, depth)
         for name, cell in zip(
@@ -186,37 +212,90 @@ class Places:
         ):
             label = f"{name} in {function.__qualname__}"
             self._outer(_Closure(cell), name, names, label, depth)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if (value := getattr(function, name)) is not None:
+                label = f"{name} of {function.__qualname__}"
+                self._cell(_Attribute(function), name, value, label, id(function))
+                self._content(value, label)
+        self._members(function.__dict__, names, function.__qualname__, id(function.__dict__), depth)
 
     def _outer(self, scope: Any, name: str, names: set[str], label: str, depth: int) -> None:
         """Cells for one variable outside a function, and for what its code may read off it."""
         value = scope[name]
         owner = id(scope.owner) if isinstance(scope, _Closure) else id(scope)
-        if isinstance(value, (*_PLAIN, *CONTAINERS, torch.Tensor)):
-            if isinstance(value, CONTAINERS):
-                _refuse_kept(value, label)
+        if isinstance(value, contextvars.ContextVar):
+            value = value.get(ABSENT)
+            self._cell(_Variable(scope[name]), name, value, label, id(scope[name]))
+        elif isinstance(value, threading.local):
+            for inner in sorted(names & value.__dict__.keys()):
+                now = value.__dict__[inner]
+                self._cell(_Attribute(value), inner, now, f"{label}.{inner}", id(value))
+        elif isinstance(value, (*_PLAIN, *CONTAINERS, torch.Tensor)):
             if not isinstance(value, CONTAINERS) or _all_plain(value):
                 self._cell(scope, name, value, label, owner)
                 self._content(value, label)
-        elif isinstance(value, types.FunctionType):
-            if not _is_librarys(value.__module__):
+        elif isinstance(value, (types.FunctionType, type, types.ModuleType)):
+            self._code(scope, name, names, label, owner, depth)
+        elif isinstance(value, nn.Module) or can_be_watched(value):
+            self._cell(scope, name, value, label, owner)  # what is read off it was noted
+        elif _is_array(value) or _is_opaque(value):
+            self._cell(scope, name, value, label, owner)
+            self._content(value, label)
+
+    def _code(
+        self, scope: Any, name: str, names: set[str], label: str, owner: int, depth: int
+    ) -> None:
+        """Cells for a function, a class or a module that a function names, and what it names."""
+        value = scope[name]
+        if isinstance(value, types.FunctionType):
+            if not is_librarys(value.__module__):
                 self._cell(scope, name, value, label, owner)
                 if depth < 4:
                     self._function(value, depth + 1)
         elif isinstance(value, type):
             for kind in value.__mro__:
-                if not _is_librarys(kind.__module__):
-                    self._members(kind.__dict__, names, kind.__name__, id(kind))
-        elif isinstance(value, types.ModuleType):
-            if not _is_librarys(value.__name__):
-                self._members(vars(value), names, value.__name__, id(value))
-        elif can_be_watched(value) and not _is_librarys(type(value).__module__):
-            own = getattr(value, "__dict__", {})
-            self._members(own, names, label, id(own))
+                if not is_librarys(kind.__module__):
+                    self._members(kind.__dict__, names, kind.__name__, id(kind), depth)
+        elif not is_librarys(value.__name__):
+            self._members(vars(value), names, value.__name__, id(value), depth)
 
-    def _members(self, scope: Any, names: set[str], label: str, owner: int) -> None:
+    def _members(self, scope: Any, names: set[str], label: str, owner: int, depth: int) -> None:
+        """Cells for what a class, a module or a function holds under names that a code has."""
+        mark = (owner, "*" + ",".join(sorted(names)))
+        if mark in self._known or depth > 4:
+            return
+        self._known.add(mark)
         for name in sorted(names & scope.keys()):
-            if isinstance(scope[name], _PLAIN) and not name.startswith("__"):
-                self._cell(scope, name, scope[name], f"{label}.{name}", owner)
+            value = scope[name]
+            if name.startswith("__"):
+                continue
+            if isinstance(value, _PLAIN) or (isinstance(value, CONTAINERS) and _all_plain(value)):
+                self._cell(scope, name, value, f"{label}.{name}", owner)
+                self._content(value, f"{label}.{name}")
+            elif isinstance(value, (types.FunctionType, type, types.ModuleType)):
+                self._code(scope, name, names, f"{label}.{name}", owner, depth + 1)
+            elif any(True for _ in functions_in(value)):
+                for function in functions_in(value):
+                    self._function(function, depth + 1)
+            elif not isinstance(value, CONTAINERS):
+                self._outer(scope, name, names, f"{label}.{name}", depth + 1)
+
+
+class _Variable:
+    """A context variable, read like an item."""
+
+    def __init__(self, owner: contextvars.ContextVar[Any]) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return self.owner.get(ABSENT)
+
+
+class _Environment:
+    """The environment, read like a dict; None where a variable is not set."""
+
+    def __getitem__(self, name: str) -> Any:
+        return os.environ.get(name)
 
 
 class _Attribute:
@@ -262,30 +341,19 @@ def same(a: Any, b: Any) -> bool:
     return isinstance(a, _PLAIN) and bool(a == b)
 
 
-def _refuse_stores(function: types.FunctionType) -> None:
-    """Refuse a function that assigns a number to a global: a graph would not count on.
+def _refuse_clock(value: Any, names: set[str], at: str) -> None:
+    """Refuse a function that names a clock in a way in which its calls cannot be seen.
 
     Raises:
-        CaptureError: names the global.
+        CaptureError: names the clock and the function.
     """
-    for instruction in dis.get_instructions(function):
-        if instruction.opname == "STORE_GLOBAL":
-            value = function.__globals__.get(instruction.argval)
-            if isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
-                raise assigned(f"{function.__module__}.{instruction.argval}", value)
-
-
-def _refuse_kept(container: Any, label: str) -> None:
-    """Refuse a trace that put one of its tensors into a container outside the model.
-
-    Raises:
-        CaptureError: names the variable; a list is set back.
-    """
-    if not any(isinstance(v, FakeTensor) for v in _items(container)):
-        return
-    if isinstance(container, list):
-        container[:] = [v for v in container if not isinstance(v, FakeTensor)]
-    raise assigned(label, container)
+    if isinstance(value, types.BuiltinFunctionType):
+        if any(value is getattr(owner, name) for owner, name in CLOCKS):
+            raise impure(f"{value.__module__}.{value.__name__} in forward", at)
+    elif value is datetime or value in (datetime.datetime, datetime.date):
+        read = sorted(names & {"now", "utcnow", "today"})
+        if read:
+            raise impure(f"datetime.{read[0]} in forward", at)
 
 
 def _items(container: Any) -> tuple[Any, ...]:
@@ -319,37 +387,3 @@ def _all_plain(container: Any) -> bool:
         isinstance(v, _PLAIN) or (isinstance(v, CONTAINERS) and _all_plain(v))
         for v in _items(container)
     )
-
-
-def _is_torchs(module: str | None) -> bool:
-    return (module or "").partition(".")[0] == "torch"
-
-
-@functools.cache
-def _is_librarys(module: str | None) -> bool:
-    """Whether a module belongs to an installed package: its globals are taken as fixed."""
-    name = module or "builtins"
-    if _is_torchs(name) or (
-        name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
-    ):
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
-
-
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions behind a class attribute: a method, a property, a decorated one."""
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
-    if isinstance(value, property):
-        value = value.fget
-    value = inspect.unwrap(value) if callable(value) else value
-    if isinstance(value, types.FunctionType):
-        yield value
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)

@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,15 +23,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.capture.assigned import assigned, changed_objects
+from graphopt.capture.assigned import (
+    assigned,
+    changed_objects,
+    switched_settings,
+    written_at,
+)
+from graphopt.capture.failure import is_users
 from graphopt.capture.watch import drawing
 from graphopt.errors import CaptureError
 
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IMMUTABLE, _HEAP = 1 << 8, 1 << 9  # flags of a type: its attributes are fixed; made by Python
 _FIXED = (torch.Tensor, nn.Module, type, types.ModuleType, enum.Enum, BaseException)
-_SILENT = frozenset(nn.Module().__dict__) - {"training"}
-"""What `nn.Module` itself keeps: state, submodules and hooks are guarded as such."""
+_SILENT = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers"}
+"""What `nn.Module` itself keeps: submodules and hooks are guarded as such."""
 
 
 class Reads:
@@ -71,10 +78,21 @@ class Reads:
             self._patched.clear()
             self._thread = -1
 
+    def watch(self, value: Any) -> None:
+        """Note the reads of an object that is reached otherwise than by a module's attribute."""
+        self._watched(value)
+
     def changed(self) -> CaptureError | None:
         """The error for a forward that wrote to an object that it reached; objects are set back."""
         change = changed_objects(self._before)
-        return assigned(*change) if change is not None else None
+        if change is None:
+            return None
+        kinds = [type(m) for m in self._sources.values()]
+        return assigned(*change, written_at(change[0].rpartition(".")[2], kinds))
+
+    def switched(self) -> list[tuple[Any, str, Any, Any]]:
+        """Settings (flags, strings) that the forward decided in objects that it reached."""
+        return switched_settings(self._before)
 
     def refuse_draws(self) -> None:
         """Refuse a forward that drew from a generator of its own (`random.Random`, numpy's).
@@ -96,6 +114,8 @@ class Reads:
     def _of_modules(self, original: Any) -> Any:
         def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
             if name in _SILENT or name.startswith("__") or threading.get_ident() != self._thread:
+                if name == "__dict__" and threading.get_ident() == self._thread:
+                    self._whole(module, sys._getframe(1))
                 return original(module, name)
             source = self._sources.get(id(module))
             if source is None:
@@ -104,6 +124,16 @@ class Reads:
             return self._watched(original(module, name))
 
         return __getattribute__
+
+    def _whole(self, module: Any, frame: types.FrameType) -> None:
+        """Note every attribute of a module whose `__dict__` the user's code takes."""
+        source = self._sources.get(id(module))
+        if source is None or not is_users(frame.f_code.co_filename):
+            return
+        for name, value in object.__getattribute__(source, "__dict__").items():
+            if name not in _SILENT:
+                self.seen.setdefault((id(source), name), source)
+                self._watched(value)
 
     def _of_objects(self, original: Any) -> Any:
         def __getattribute__(owner: Any, name: str) -> Any:  # noqa: N807
@@ -119,6 +149,9 @@ class Reads:
         """The value, after the objects that can be reached from it are watched too."""
         kind = type(value)
         if kind.__module__ == "builtins" and not isinstance(value, CONTAINERS):
+            return value
+        if isinstance(value, weakref.ref):
+            self._watched(value(), depth)
             return value
         if isinstance(value, random.Random) or kind.__module__.startswith("numpy.random"):
             self._generators.setdefault(id(value), (value, pickle.dumps(value)))

@@ -113,6 +113,7 @@ def _clone(
     sources[id(copy)] = module
     for name in _OWN:
         copy.__dict__[name] = module.__dict__[name].copy()
+    _register_plain(copy)
     for name, tensor in copy.__dict__["_parameters"].items():
         if tensor is not None and not isinstance(tensor, nn.Parameter):
             # put there by torch.func.functional_call; torch.export takes parameters only
@@ -123,6 +124,22 @@ def _clone(
         if child is not None:
             children[name] = _clone(child, copies, sources)
     return copy
+
+
+def _register_plain(copy: nn.Module) -> None:
+    """Make buffers of the tensors in plain attributes: a trace takes those for inputs.
+
+    Otherwise it would run in-place operations on them, and bake in the values it reads.
+    """
+    for name, value in list(copy.__dict__.items()):
+        plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if not plain or name in _OWN or (value.requires_grad and not value.is_leaf):
+            continue
+        if "." in name or hasattr(type(copy), name):  # the class's would be found first
+            continue
+        del copy.__dict__[name]
+        copy.__dict__["_buffers"][name] = value
+        copy.__dict__["_non_persistent_buffers_set"].add(name)
 
 
 def _mend(copied: nn.Module, links: dict[int, Any]) -> None:

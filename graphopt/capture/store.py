@@ -127,7 +127,8 @@ class GraphStore:
                 return known
             family = self._families.setdefault(key.family(), _Family())
             shapes = key.shapes()
-            near = [e for e in reversed(family.entries) if e.serves(shapes)]
+            strides = key.strides()
+            near = [e for e in reversed(family.entries) if e.serves(shapes, strides)]
             entry = next((e for e in near if e.state() is not None), None)
             if entry is None:
                 family.entries = [e for e in family.entries if isinstance(e, Entry)]
@@ -272,6 +273,8 @@ class GraphStore:
                     if isinstance(m, torch.Size) and isinstance(n, torch.Size):
                         return (what, name, tuple(m), tuple(n))
                     return (what, name, m, n)
+        if old.same != key.same:
+            return ("structure", "which arguments are one tensor", old.same, key.same)
         if old.ambient != key.ambient:
             for what, m, n in zip(_MODES, old.ambient, key.ambient, strict=True):
                 if m != n:
@@ -305,7 +308,7 @@ def _with_difference(error: CaptureError, why: tuple[str, str, Any, Any]) -> Cap
     return CaptureError(error.what, at=error.at, why=f"{error.why}; {changed}", try_=error.try_)
 
 
-_FACTS = ("dtype", "device", "shape", "requires_grad", "contiguous")
+_FACTS = ("dtype", "device", "shape", "requires_grad", "strides")
 _MODES = (
     "grad mode",
     "inference mode",

@@ -140,7 +140,7 @@ def watching() -> Iterator[None]:
         if name in torch.Tensor.__dict__:
             replace(torch.Tensor, name, _refusing(f"Tensor.{name} in forward"))
     replace(torch.Tensor, "retain_grad", _refusing("Tensor.retain_grad in forward"))
-    replace(torch.Tensor, "requires_grad_", _watched_switch)
+    replace(torch.inference_mode, "__enter__", _watched_inference)
     hooks = torch.autograd.graph.saved_tensors_hooks
     replace(
         hooks, "__enter__", _refusing("hooks on saved tensors (saved_tensors_hooks) in forward")
@@ -247,15 +247,14 @@ def _watched_apply(original: Any, here: Any) -> Any:
     return classmethod(apply)
 
 
-def _watched_switch(original: Any, here: Any) -> Any:
-    refuse = _refusing("Tensor.requires_grad_ in forward")(original, here)
+def _watched_inference(original: Any, here: Any) -> Any:
+    refuse = _refusing("torch.inference_mode in forward")(original, here)
 
-    def requires_grad_(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
-        # a tensor that records already is one of torch's own calls, or changes nothing
-        same = tensor.requires_grad == requires_grad or isinstance(tensor, nn.Parameter)
-        return (original if same else refuse)(tensor, requires_grad)
+    def enter(mode: Any) -> Any:
+        # where nothing is recorded outside, it changes no value and no gradient
+        return (refuse if mode.mode and torch.is_grad_enabled() else original)(mode)
 
-    return requires_grad_
+    return enter
 
 
 def _watched_checkpoint(original: Any, here: Any) -> Any:
