@@ -1,0 +1,171 @@
+"""A random program, its optimized twin and the same in float64, and how they are run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from graphopt.module import GraphoptModule
+from graphopt.testing.programs import Program
+
+CPU = torch.device("cpu")
+Tensors = dict[str, "torch.Tensor | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """How a program is run.
+
+    Attributes:
+        training: in training mode, its dropouts on.
+        grad: with gradients; a frozen model takes those of its inputs alone.
+        frozen: no parameter requires a gradient.
+        autocast: under bfloat16 autocast.
+        resized: called at another size afterwards.
+        seed: of inputs and dropout.
+    """
+
+    training: bool = True
+    grad: bool = True
+    frozen: bool = False
+    autocast: bool = False
+    resized: bool = False
+    seed: int = 0
+
+    @staticmethod
+    def of(seed: int, program: Program) -> Scenario:
+        """The scenario that goes with a seed."""
+        rng = random.Random(f"scenario {seed}")
+        training, grad, frozen = rng.choices(
+            [(True, True, False), (False, False, False), (False, True, False), (False, True, True)],
+            weights=[11, 4, 2, 3],
+        )[0]
+        single = all(i.dtype in ("float32", "int64", "bool") for i in program.inputs)
+        autocast, resized = single and rng.random() < 0.2, rng.random() < 0.25
+        return Scenario(training, grad, frozen, autocast, resized, seed)
+
+
+class Pair:
+    """A program, the same program optimized, and the same in float64."""
+
+    def __init__(self, program: Program, scenario: Scenario) -> None:
+        self.program, self.scenario = program, scenario
+        self.eager = self._prepared(program.build())
+        self.source = self._prepared(program.build())
+        self.double = self._prepared(program.in_float64())
+        self.opt: GraphoptModule | None = None
+        source = program.source()
+        narrow = re.search(r"float16|float32|float\(\)|half\(\)", source)
+        self.all_double = "float64" in source and not narrow
+
+    def _prepared(self, module: nn.Module) -> nn.Module:
+        module.train(self.scenario.training)
+        return module.requires_grad_(False) if self.scenario.frozen else module
+
+    def inputs(self, seed: int, sizes: Mapping[str, int] | None = None) -> tuple[Any, ...]:
+        return self.program.example_inputs(seed, sizes)
+
+    @contextlib.contextmanager
+    def ambient(self, *, autocast: bool = True) -> Iterator[None]:
+        """The modes of the scenario."""
+        on = autocast and self.scenario.autocast
+        with (
+            torch.set_grad_enabled(self.scenario.grad),
+            torch.autocast("cpu", torch.bfloat16, enabled=on),
+        ):
+            yield
+
+    def eager_run(self, seed: int, sizes: Mapping[str, int] | None = None) -> Run:
+        with seeded_dropout():
+            return self._run(self.eager, self.inputs(seed, sizes), seed)
+
+    def optimized_run(self, seed: int, sizes: Mapping[str, int] | None = None) -> Run:
+        assert self.opt is not None
+        return self._run(self.opt, self.inputs(seed, sizes), seed)
+
+    def double_run(self, seed: int, sizes: Mapping[str, int] | None = None) -> Run:
+        inputs = tuple(_double(x) for x in self.inputs(seed, sizes))
+        with seeded_dropout():
+            return self._run(self.double, inputs, seed, autocast=False)
+
+    def _run(
+        self, module: nn.Module, inputs: tuple[Any, ...], seed: int, autocast: bool = True
+    ) -> Run:
+        """One call and its backward pass."""
+        with self.ambient(autocast=autocast):
+            outputs = module(*inputs)
+        tensors: Tensors = {f"output/{i}": y.detach().clone() for i, y in enumerate(outputs)}
+        memory = _memory(outputs, inputs, module)
+        wrt = {f"input{i}": x for i, x in enumerate(inputs) if x.requires_grad}
+        wrt |= {n: p for n, p in module.named_parameters() if p.requires_grad}
+        roots = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
+        if roots and wrt and self.scenario.grad:
+            upstream = [_upstream(y, seed + i) for i, y in roots]
+            grads = torch.autograd.grad(
+                [y for _, y in roots], list(wrt.values()), upstream, allow_unused=True
+            )
+            tensors |= {f"grad/{n}": g for n, g in zip(wrt, grads, strict=True)}
+        tensors |= {f"buffer/{n}": v.detach().clone() for n, v in module.named_buffers()}
+        tensors |= {f"input/{i}": x.detach().clone() for i, x in enumerate(inputs)}
+        return Run(tensors, memory, tuple(y.requires_grad for y in outputs))
+
+    def reset(self) -> None:
+        """Give all three the state that they were built with."""
+        state = self.program.build().state_dict()
+        for module in (self.eager, self.source, self.double):
+            module.load_state_dict(state)
+
+
+@dataclasses.dataclass
+class Run:
+    """What can be seen of one call."""
+
+    tensors: Tensors
+    memory: Any
+    requires_grad: tuple[bool, ...]
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+
+def _upstream(y: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y.dtype)
+
+
+def _memory(outputs: Any, inputs: Any, module: nn.Module) -> Any:
+    """Strides of the outputs, and which of the outputs, inputs and state share memory."""
+    state = [*module.parameters(), *module.buffers()]
+    everything = [*outputs, *inputs, *state]
+    first: dict[int, int] = {}
+    groups = [first.setdefault(t.untyped_storage().data_ptr(), i) for i, t in enumerate(everything)]
+    strides = [tuple(s for n, s in zip(y.shape, y.stride(), strict=True) if n > 1) for y in outputs]
+    return strides, groups
+
+
+@contextlib.contextmanager
+def seeded_dropout() -> Iterator[None]:
+    """Let eager's dropouts drop what graphopt's drop: one seed a forward, a site for each."""
+    plain = F.dropout
+    sites = iter(range(10_000))
+    seed: list[torch.Tensor] = []
+
+    def dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not training or p == 0.0:
+            return plain(x, p, training, inplace)
+        if not seed:
+            seed.append(torch.ops.graphopt.draw_seed(CPU))
+        return torch.ops.graphopt.dropout(x, p, seed[0], next(sites))
+
+    with mock.patch.object(F, "dropout", dropout):
+        yield
