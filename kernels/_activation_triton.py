@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from graphopt.kernels._column_sum_triton import column_sum
-from graphopt.kernels._launch import on_device
+from graphopt.kernels._launch import nothing, on_device
 from graphopt.kernels._pointwise import (
     BACKWARD_TILE,
     FORWARD_TILE,
@@ -117,7 +117,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx in x's dtype, the bias gradient in the bias's; of no element unless sum_bias)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = dx.new_empty(0)
+    dbias = nothing(dx.dtype, dx.device)
     summed = bias if sum_bias else None
     if x.numel() == 0:
         return dx, dbias if summed is None else torch.zeros_like(summed)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graphopt.kernels._launch import cdiv
+
 COLS = 32  # 128 bytes a row and program: many programs, whole cache lines
 PARTS = 64
 
@@ -27,5 +29,5 @@ def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of each column of contiguous float32 [parts, N], rounded once to dtype."""
     parts, cols = partial.shape
     out = torch.empty(cols, dtype=dtype, device=partial.device)
-    _column_sum[(triton.cdiv(cols, COLS),)](partial, out, parts, cols, BP=PARTS, BN=COLS)
+    _column_sum[(cdiv(cols, COLS),)](partial, out, parts, cols, BP=PARTS, BN=COLS)
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from graphopt.kernels._column_sum_triton import column_sum
-from graphopt.kernels._launch import on_device
+from graphopt.kernels._launch import nothing, on_device
 from graphopt.kernels._philox import scale, threshold
 from graphopt.kernels._pointwise import (
     BACKWARD_TILE,
@@ -120,7 +120,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, the bias gradient; of no element if bias_dtype is None)."""
     dx = torch.empty(dy.shape, dtype=x_dtype, device=dy.device)
-    dbias = dx.new_empty(0)
+    dbias = nothing(dx.dtype, dx.device)
     if dy.numel() == 0:
         return dx, dbias if bias_dtype is None else dx.new_zeros(dy.shape[-1], dtype=bias_dtype)
     (rows_dy,), count, cols = lay_out(dy, flat=bias_dtype is None and _aligned(dy, p))

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -100,8 +100,30 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-@dataclass(frozen=True)
-class Rows:
+def cdiv(a: int, b: int) -> int:
+    """A / b, rounded up. Triton's own costs the host 9 us a call.
+
+    Example:
+        >>> cdiv(7, 2)
+        4
+    """
+    return -(-a // b)
+
+
+@functools.cache
+def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The tensor of no element that stands for a result that nobody wants.
+
+    One for all calls: an allocation costs the host 3 to 5 us.
+
+    Example:
+        >>> nothing(torch.float32, torch.device("cpu")).shape
+        torch.Size([0])
+    """
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class Rows(NamedTuple):
     """A tensor seen as [count, cols], cols contiguous.
 
     Args:
@@ -157,8 +179,7 @@ def _row_stride(tensor: torch.Tensor) -> int | None:
     return tensor.shape[-1] if stride is None else stride
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """One line of a launch table.
 
     Args:
@@ -183,4 +204,7 @@ def pick(table: tuple[Config, ...], block: int) -> Config:
         >>> pick((Config(64, 8, 4, 0, 1), Config(1024, 1, 4, 0, 1)), 128).rows
         1
     """
-    return next((line for line in table if block <= line.block), table[-1])
+    for line in table:
+        if block <= line.block:
+            return line
+    return table[-1]

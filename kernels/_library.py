@@ -96,22 +96,23 @@ def define(
 _DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
-def invoke(overload: torch._ops.OpOverload, *args: Any) -> Any:
+def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Call an internal operator, past the dispatcher when nothing could be watching.
 
     Watching are dispatch modes (fake tensors, tracing), tensor subclasses and functionalization.
     Saves about 10 us of host time a call. Autograd must have been dealt with by the caller.
     """
-    if (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize)
-        and all(type(a) in _PLAIN for a in args if isinstance(a, torch.Tensor))
-    ):
-        return _DIRECT[overload](*args)
-    return overload(*args)
+    if torch._C._len_torch_dispatch_stack() or _is_functionalizing(_FUNCTIONALIZE):
+        return overload(*args, **kwargs)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+            return overload(*args, **kwargs)
+    return _DIRECT[overload](*args, **kwargs)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+_is_functionalizing = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 def _choose(launch: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,9 +142,11 @@ def _autograd(name: str, overload: torch._ops.OpOverload, gradient: Gradient) ->
 
 
 def _needs_gradient(values: Any) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(v, torch.Tensor) and v.requires_grad for v in values
-    )
+    if torch.is_grad_enabled():
+        for value in values:  # a loop: a generator costs more than the tests
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def _in_forward_ad() -> bool:
@@ -167,9 +170,12 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
             needs = ctx.needs_input_grad
             if all(g is None for g in grads):
                 return (None,) * len(needs)
+            if not torch.is_grad_enabled():
+                with torch._C._AutoDispatchBelowAutograd():
+                    return gradient.backward(ctx.saved_tensors, ctx.kept, needs, grads)
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 results = gradient.backward(ctx.saved_tensors, ctx.kept, needs, grads)
-            return _once(name, results) if torch.is_grad_enabled() else results
+            return _once(name, results)
 
     Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"
     return Fused

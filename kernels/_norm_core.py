@@ -10,6 +10,7 @@ import torch
 
 from graphopt.errors import OptionError
 from graphopt.kernels import _activations, _norm_reference
+from graphopt.kernels._launch import nothing
 from graphopt.kernels._library import Args, Gradient, define, invoke
 
 MaybeTensor = torch.Tensor | None
@@ -36,7 +37,16 @@ class Call(NamedTuple):
 
 
 def forward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    c = Call(*arguments)
+    return _outputs(Call(*arguments), torch.empty)
+
+
+def _outputs(c: Call, unwanted: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Check the arguments and allocate the results; those not asked for have no element.
+
+    Args:
+        c: the call.
+        unwanted: gives these, from a shape of (0,), a dtype and a device.
+    """
     if c.residual is not None and c.residual.shape != c.x.shape:
         raise OptionError(
             f"x {list(c.x.shape)} and residual {list(c.residual.shape)} differ in shape",
@@ -50,22 +60,24 @@ def forward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
             )
     _activations.check(c.activation)
     stats = _norm_reference.compute_dtype(c.x, c.residual, c.weight, c.bias)
-    rows = math.prod(c.x.shape[:-1])
+    shape, device = c.x.shape, c.x.device
+    rows = math.prod(shape[:-1])
+    y = torch.empty(shape, dtype=c.out_dtype, device=device)
+    make = unwanted if c.residual is None else torch.empty
+    total = make((0,) if c.residual is None else shape, dtype=c.sum_dtype, device=device)
+    make = unwanted if c.rms else torch.empty
+    mean = make((0 if c.rms else rows,), dtype=stats, device=device)
+    return y, total, mean, torch.empty((rows,), dtype=stats, device=device)
 
-    def empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=c.x.device)
 
-    return (
-        empty(c.x.shape, c.out_dtype),
-        empty(c.x.shape if c.residual is not None else (0,), c.sum_dtype),
-        empty((0 if c.rms else rows,), stats),
-        empty((rows,), stats),
-    )
+def _shared_nothing(shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One tensor of no element for all calls, in place of an allocation."""
+    return nothing(dtype, device)
 
 
 def forward_launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
     c = Call(*arguments)
-    outputs = forward_fake(*c)
+    outputs = _outputs(c, _shared_nothing)
     if c.x.numel() == 0:
         return tuple(t.zero_() for t in outputs)
     if outputs[3].dtype == torch.float64:
@@ -124,22 +136,27 @@ class BackwardCall(NamedTuple):
 
 
 def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    c = BackwardCall(*arguments)
-    vector = c.x.shape[-1:]
-    shapes = (c.x.shape, c.x.shape, vector, vector)
-    return tuple(
-        torch.empty(
-            (0,) if dtype is None else shape, dtype=dtype or torch.float32, device=c.x.device
-        )
-        for shape, dtype in zip(shapes, c[15:], strict=True)
-    )
+    return _gradients(BackwardCall(*arguments), torch.empty)
+
+
+def _gradients(c: BackwardCall, unwanted: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Allocate the gradients; those not wanted have no element and come from ``unwanted``."""
+    shape, device = c.x.shape, c.x.device
+    vector = shape[-1:]
+    found = []
+    for size, dtype in zip((shape, shape, vector, vector), c[15:], strict=True):
+        if dtype is None:
+            found.append(unwanted((0,), dtype=torch.float32, device=device))
+        else:
+            found.append(torch.empty(size, dtype=dtype, device=device))
+    return tuple(found)
 
 
 def _backward_launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
     c = BackwardCall(*arguments)
     if c.rstd.dtype == torch.float64:
         return _backward_reference(*c)
-    outputs = _backward_fake(*c)
+    outputs = _gradients(c, _shared_nothing)
     if c.x.numel() == 0:
         return tuple(t.zero_() for t in outputs)
     from graphopt.kernels import _norm_launch

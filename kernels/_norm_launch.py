@@ -7,16 +7,17 @@ the partial sums of the weights' gradients in registers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from graphopt.kernels import _norm_triton as kernels
 from graphopt.kernels import _norm_wide_triton as wide
 from graphopt.kernels._launch import (
     Config,
+    cdiv,
     next_power_of_2,
     on_device,
     pick,
@@ -78,15 +79,18 @@ def _tile(
     """
     x = inputs[0]
     assert x is not None
-    line = pick(table, block)
-    sms = sm_count(x)
+    size = sum(t.element_size() for t in inputs if t is not None)
+    return _fitted(pick(table, block), rows, block * size, sm_count(x), shared_bytes(x))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitted(line: Config, rows: int, row_bytes: int, sms: int, shared: int) -> tuple[Config, int]:
     step, stages = line.rows, line.stages
-    while step > 1 and triton.cdiv(rows, step) < 2 * sms:
+    while step > 1 and cdiv(rows, step) < 2 * sms:
         step //= 2
-    waiting = step * block * sum(t.element_size() for t in inputs if t is not None)
-    while stages > 1 and (stages - 1) * waiting > 0.9 * shared_bytes(x):
+    while stages > 1 and (stages - 1) * step * row_bytes > 0.9 * shared:
         stages -= 1
-    steps = triton.cdiv(rows, step)
+    steps = cdiv(rows, step)
     programs = min(steps, sms * line.per_sm) if line.per_sm else steps
     return Config(line.block, step, line.warps, line.per_sm, stages), programs
 
@@ -99,12 +103,13 @@ def _dropout(dropout_p: float, seed: torch.Tensor | None, device: torch.device) 
     return need_seed(seed).to(device), limit, scale(dropout_p), True
 
 
-def _aligned(*strides: int) -> tuple[int, list[int]]:
+@functools.lru_cache(maxsize=4096)
+def _aligned(*strides: int) -> tuple[int, tuple[int, ...]]:
     """The largest power of two up to 16 that divides all strides, and the strides in its units."""
     align = 16
     while any(stride % align for stride in strides):
         align //= 2
-    return align, [stride // align for stride in strides]
+    return align, tuple(stride // align for stride in strides)
 
 
 def _is_short(dtype: torch.dtype) -> bool:
@@ -195,10 +200,8 @@ def backward(
             if dw is None and db is None:
                 return
             line = WIDE_WEIGHTS
-            across = triton.cdiv(cols, line.block)
-            programs = min(
-                triton.cdiv(rows, line.rows), triton.cdiv(sm_count(x) * line.per_sm, across)
-            )
+            across = cdiv(cols, line.block)
+            programs = min(cdiv(rows, line.rows), cdiv(sm_count(x) * line.per_sm, across))
             partials = _partials(x, programs, cols, dw, db)
             wide.norm_bwd_wide_weights[(across, programs)](
                 grad.tensor, view.tensor, *operands, *partials,
@@ -206,7 +209,7 @@ def backward(
                 N=cols, BLOCK=line.block, R=line.rows, **flags, num_warps=line.warps,
             )  # fmt: skip
         if dw is not None or db is not None:
-            kernels.norm_bwd_reduce[(triton.cdiv(cols, 32),)](
+            kernels.norm_bwd_reduce[(cdiv(cols, 32),)](
                 *partials, dw, db, programs, cols, BLOCK_P=64, BLOCK=32, num_warps=4
             )
 

@@ -13,6 +13,8 @@ Dropout -> ReLU from 29% to 85% of a copy's speed (H200, 2026-12-01).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from graphopt.errors import OptionError
@@ -25,6 +27,7 @@ _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+@functools.lru_cache(maxsize=256)
 def threshold(p: float) -> int:
     """The 16-bit threshold t of a dropout probability: a value is dropped iff its bits < t.
 
@@ -40,6 +43,7 @@ def threshold(p: float) -> int:
     return round(65536 * p)
 
 
+@functools.lru_cache(maxsize=256)
 def scale(p: float) -> float:
     """What kept values are multiplied by; 0 when nothing is kept.
 

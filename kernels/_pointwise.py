@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from typing import NamedTuple
 
 import torch
 
@@ -116,8 +117,7 @@ def own(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return result.contiguous()
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """How a pointwise kernel cuts [count, cols] into tiles.
 
     Args:
@@ -156,6 +156,7 @@ SUMMING_PROGRAMS = 4
 SUMMING_STAGES = 3
 
 
+@functools.lru_cache(maxsize=4096)
 def tile(count: int, cols: int, values: int) -> Tiling:
     """Tiles of about ``values`` values, as wide as the rows up to ``WIDEST`` columns.
 

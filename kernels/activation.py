@@ -139,7 +139,7 @@ _BIAS_ACT_BACKWARD = define(
 def _bias_act_forward_grad(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], str]:
-    return _BIAS_ACT(x, bias, activation, out_dtype=out_dtype), (x, bias), activation
+    return invoke(_BIAS_ACT, x, bias, activation, out_dtype=out_dtype), (x, bias), activation
 
 
 def _bias_act_backward_grad(
@@ -294,7 +294,7 @@ _SOFTCAP_BACKWARD = define(
 def _softcap_forward_grad(
     x: torch.Tensor, cap: float, out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
-    return _SOFTCAP(x, cap, out_dtype=out_dtype), (x,), cap
+    return invoke(_SOFTCAP, x, cap, out_dtype=out_dtype), (x,), cap
 
 
 def _softcap_backward_grad(

@@ -286,7 +286,7 @@ def _dropout_add_forward_grad(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    y = _DROPOUT_ADD(x, residual, p, seed, site, bias=bias, out_dtype=out_dtype)
+    y = invoke(_DROPOUT_ADD, x, residual, p, seed, site, bias=bias, out_dtype=out_dtype)
     dtypes = (x.dtype, residual.dtype, None if bias is None else bias.dtype)
     return y, (seed,), (p, site, *dtypes)
 

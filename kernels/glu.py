@@ -126,7 +126,7 @@ _BACKWARD = define(
 def _forward_grad(
     gate: torch.Tensor, up: torch.Tensor, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
-    return _GLU(gate, up, activation, out_dtype=out_dtype), (gate, up), activation
+    return invoke(_GLU, gate, up, activation, out_dtype=out_dtype), (gate, up), activation
 
 
 def _backward_grad(
