@@ -19,11 +19,11 @@ class Snapshot:
 
     Attributes:
         attributes: each module with a shallow copy of its attributes and of its dicts of state.
-        values: each tensor of state with a copy of its values, and its gradient.
+        values: each tensor of state with a copy of its values, its gradient and a copy of that.
     """
 
     attributes: list[tuple[nn.Module, dict[str, Any], list[dict[str, Any]]]]
-    values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    values: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 
     @staticmethod
     def of(model: nn.Module, *, parameters: bool = True) -> Snapshot:
@@ -31,8 +31,8 @@ class Snapshot:
 
         Args:
             model: the model.
-            parameters: copy the values of parameters, too, which takes as much memory again;
-                buffers' are always copied.
+            parameters: copy the values of parameters and their gradients, too, which takes as much
+                memory again; buffers' are always copied.
         """
         attributes = [
             (m, dict(m.__dict__), [dict(getattr(m, name)) for name in _DICTS])
@@ -42,7 +42,10 @@ class Snapshot:
         if parameters:
             tensors |= {id(p): p for p in model.parameters()}
         with torch.no_grad():
-            values = [(t, t.detach().clone(), t.grad) for t in tensors.values()]
+            values = [
+                (t, t.detach().clone(), t.grad, None if t.grad is None else t.grad.clone())
+                for t in tensors.values()
+            ]
         return Snapshot(attributes, values)
 
     def restore(self) -> None:
@@ -55,9 +58,11 @@ class Snapshot:
             module.__dict__.clear()
             module.__dict__.update(own)
         with torch.no_grad():
-            for tensor, value, grad in self.values:
+            for tensor, value, grad, slope in self.values:
                 tensor.copy_(value)
                 tensor.grad = grad
+                if grad is not None and slope is not None:  # a backward adds to it in place
+                    grad.copy_(slope)
 
 
 @contextlib.contextmanager

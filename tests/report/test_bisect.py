@@ -1,0 +1,386 @@
+"""bisect: the guilty rewrite by the contract or a predicate, and the cases where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import graphopt
+from graphopt.bisect import _Search, _stretches, cure
+from graphopt.graph.body import Body
+from graphopt.graph.record import RewriteRecord, Site, site_of
+from graphopt.passes import Match, Rule, rule
+from graphopt.report.blame import BisectResult
+from graphopt.trials import Outcome
+
+aten = torch.ops.aten
+RIGHT = "default,-layer_norm,-add_layer_norm"
+
+
+class Layer(nn.Module):
+    """A pre-norm MLP block without dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Some blocks."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(16) for _ in range(blocks))
+        self.register_buffer("calls", torch.zeros(()))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def planted(*wrong: str) -> Rule:
+    """A rule on every LayerNorm, with a wrong eps in some modules."""
+
+    @rule("fusion", register=False)
+    def planted_norm(x, shape, weight, bias, eps, _cudnn):  # type: ignore[no-untyped-def]
+        """A LayerNorm, done wrong in places."""
+        return aten.layer_norm.default(x, shape, weight, bias, eps, _cudnn)
+
+    @planted_norm.replace
+    def _(m: Match) -> Any:
+        eps = m.eps * 100 if site_of(m.root).module in wrong else m.eps
+        return m.call(torch.ops.graphopt.layer_norm.default, m.x, m.weight, m.bias, eps)
+
+    return planted_norm
+
+
+def planted_act(*wrong: str) -> Rule:
+    """A rule on every ReLU, which becomes a leaky one in some modules."""
+
+    @rule("fusion", register=False)
+    def planted_relu(x):  # type: ignore[no-untyped-def]
+        """A ReLU, done wrong in places."""
+        return aten.relu.default(x)
+
+    @planted_relu.replace
+    def _(m: Match) -> Any:
+        slope = 0.01 if site_of(m.root).module in wrong else 0.0
+        return m.call(aten.leaky_relu.default, m.x, slope)
+
+    return planted_relu
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def block() -> Model:
+    """One block, for predicates: each of their runs captures the model anew."""
+    return Model(1)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 5, 16)
+
+
+def test_the_guilty_rewrite_is_named_with_place_code_and_cure(
+    model: Model, x: torch.Tensor
+) -> None:
+    found = graphopt.bisect(model, x, rules=[RIGHT, planted("layers.2.norm")])
+    assert (found.status, found.good, found.monotone, found.cured) == ("found", False, True, True)
+    (culprit,) = found.culprits
+    assert culprit.record.site.module == "layers.2.norm"
+    assert culprit.alone is not None
+    assert culprit.alone.status == "wrong"
+    assert "aten.layer_norm(" in culprit.reference
+    assert "graphopt.layer_norm(" in culprit.replacement
+    text = repr(found)
+    assert f"rewrite #{culprit.record.ordinal}, rule planted_norm, at layers.2.norm" in text
+    assert "test_bisect.py:" in text
+    assert f'rules="{RIGHT}"' in text
+
+
+def test_one_rewrite_less_is_right_and_with_it_it_is_wrong(model: Model, x: torch.Tensor) -> None:
+    rules = [RIGHT, planted("layers.2.norm")]
+    culprit = graphopt.bisect(model, x, rules=rules).culprit
+    assert culprit is not None
+    k = culprit.record.ordinal
+    with_it = graphopt.optimize(model, x, rules=rules, max_rewrites=k + 1)
+    assert not graphopt.verify(with_it, x).passed
+    before = graphopt.optimize(model, x, rules=rules, max_rewrites=k)
+    assert graphopt.verify(before, x).passed
+
+
+def test_the_rules_are_left_out_one_by_one(model: Model, x: torch.Tensor) -> None:
+    found = graphopt.bisect(model, x, rules=[RIGHT, planted("layers.2.norm")])
+    verdicts = {r.rule: r.good for r in found.rules}
+    assert verdicts["planted_norm"]
+    assert not any(good for name, good in verdicts.items() if name != "planted_norm")
+
+
+def test_two_guilty_rules_are_both_found(model: Model, x: torch.Tensor) -> None:
+    rules = [f"{RIGHT},-bias_act", planted("layers.2.norm"), planted_act("layers.1")]
+    found = graphopt.bisect(model, x, rules=rules)
+    assert {(c.rule, c.record.site.module) for c in found.culprits} == {
+        ("planted_norm", "layers.2.norm"),
+        ("planted_relu", "layers.1"),
+    }
+    assert found.cured
+    assert not any(r.good for r in found.rules)
+    assert any("guilty together" in note for note in found.notes)
+
+
+def test_a_right_model_is_said_to_be_right(model: Model, x: torch.Tensor) -> None:
+    found = graphopt.bisect(model, x)
+    assert (found.status, found.good, found.culprits) == ("right", True, ())
+    assert "nothing is wrong with all" in repr(found)
+
+
+def test_what_the_whole_step_hides_is_suspected(x: torch.Tensor) -> None:
+    class Hidden(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.relu() * 0.0).sum() + x.mean()
+
+    found = graphopt.bisect(Hidden(), x, rules=[RIGHT, planted_act("")])
+    assert found.status == "right"
+    assert [c.rule for c in found.suspects] == ["planted_relu"]
+    assert not found.good
+    assert "wrong when replayed alone" in repr(found)
+
+
+def test_the_captures_fault_is_told_from_a_rules(block: Model, x: torch.Tensor) -> None:
+    found = graphopt.bisect(block, x, predicate=lambda opt: False)
+    assert found.status == "capture"
+    assert "wrong without any rewrite already" in repr(found)
+    assert found.culprits == ()
+
+
+def test_the_captured_graph_is_compared_with_the_model_itself(
+    model: Model, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphopt import trials
+
+    true = trials.capture
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = true(*args, **kwargs)
+        node = next(n for n in found.body.graph.nodes if n.target is aten.relu.default)
+        node.target = aten.silu.default
+        return found
+
+    monkeypatch.setattr(trials, "capture", wrong)
+    rules = [f"{RIGHT},-bias_act", planted("layers.2.norm")]
+    assert graphopt.bisect(model, x, rules=rules).status == "capture"
+
+
+def test_a_model_with_dropout_is_compared_at_p_0(x: torch.Tensor) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)
+    found = graphopt.bisect(nn.Sequential(layer), x, rules=[RIGHT, planted("0.norm2")])
+    assert [c.record.site.module for c in found.culprits] == ["0.norm2"]
+
+
+def test_the_model_is_left_as_it_was(block: Model, x: torch.Tensor) -> None:
+    block.layers[0].norm.eval()
+    block.layers[0].up.weight.grad = torch.ones(16, 16)
+    before = {k: v.clone() for k, v in block.state_dict().items()}
+    attributes = {name: dict(vars(m)) for name, m in block.named_modules()}
+
+    def trains(opt: nn.Module) -> bool:
+        optimizer = torch.optim.SGD(opt.parameters(), lr=0.1)
+        opt.train()
+        opt(x).sum().backward()
+        optimizer.step()
+        opt.spoiled = True
+        return len(opt.rewrites) < 2
+
+    state = torch.get_rng_state()
+    assert graphopt.bisect(block, x, predicate=trains).status == "found"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in block.state_dict().items())
+    assert torch.equal(block.layers[0].up.weight.grad, torch.ones(16, 16))
+    assert not block.layers[0].norm.training
+    assert {name: set(vars(m)) for name, m in block.named_modules()} == {
+        name: set(a) for name, a in attributes.items()
+    }
+    graphopt.bisect(block, x, rules=[RIGHT, planted("layers.2.norm")])
+    assert all(torch.equal(before[k], v) for k, v in block.state_dict().items())
+
+
+def test_a_predicate_decides(block: Model, x: torch.Tensor) -> None:
+    found = graphopt.bisect(block, x, predicate=lambda opt: len(opt.rewrites) < 2)
+    assert [c.record.ordinal for c in found.culprits[:1]] == [1]
+    assert found.judged_by == "<lambda>"
+
+
+def test_a_predicate_needs_no_example_inputs_when_it_calls_the_module(
+    block: Model, x: torch.Tensor
+) -> None:
+    def right(opt: nn.Module) -> bool:
+        return bool(torch.allclose(opt(x), block(x), rtol=1e-5, atol=1e-5))
+
+    found = graphopt.bisect(block, predicate=right, rules=[RIGHT, planted("layers.0.norm")])
+    assert [c.record.site.module for c in found.culprits] == ["layers.0.norm"]
+
+
+def test_a_predicate_that_raises_counts_as_wrong(block: Model, x: torch.Tensor) -> None:
+    def raises(opt: Any) -> bool:
+        if len(opt.rewrites) > 1:
+            raise FloatingPointError("loss is nan")
+        return True
+
+    culprit = graphopt.bisect(block, x, predicate=raises).culprit
+    assert culprit is not None
+    assert culprit.record.ordinal == 1
+    assert "FloatingPointError: loss is nan" in culprit.detail
+
+
+class Told:
+    """A judge that is told its verdicts: no model, no graphs."""
+
+    repeats = True
+
+    def __init__(self, right: Callable[[int, Sequence[str]], bool], count: int = 12) -> None:
+        self.right, self.count, self.asked = right, count, 0
+        self.body = Body(fx.Graph(), nn.Module(), 0)
+
+    def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
+        self.asked += 1
+        records = [record(k) for k in range(self.count) if f"rule{k}" not in without]
+        kept = records[: self.count if limit is None else limit]
+        good = self.right(len(kept), without)
+        return Outcome(good, "" if good else "told so", tuple(kept), self.body)
+
+    def nothing(self) -> Outcome:
+        return self.run(0, ())
+
+
+def record(ordinal: int) -> RewriteRecord:
+    name = f"rule{ordinal}"
+    return RewriteRecord(
+        ordinal, "fusion", name, "local", (), (), (), (), Site(), ("aten.a",), ("aten.b",)
+    )
+
+
+def searched(judge: Told) -> BisectResult:
+    search = _Search(judge, "default", lambda text: None)
+    search.go()
+    return search.result("Model", "a test", 0.0)
+
+
+@pytest.mark.parametrize("first", range(1, 13))
+def test_every_position_is_found_in_few_runs(first: int) -> None:
+    judge = Told(lambda n, without: n < first or f"rule{first - 1}" in without)
+    found = searched(judge)
+    assert [c.record.ordinal for c in found.culprits] == [first - 1]
+    assert found.cure == f'rules="default,-rule{first - 1}"'
+    limits = [t.rewrites for t in found.trials if not t.without]
+    assert len(limits) <= 2 + 2 + 4 + 1 + 4  # the ends twice, the search, once more, the probes
+
+
+def test_a_verdict_that_turns_twice_is_scanned() -> None:
+    found = searched(Told(lambda n, without: bool(without) or n not in (2, 3, 5, 6, 9, 10, 11, 12)))
+    assert found.status == "found"
+    assert not found.monotone
+    assert [c.record.ordinal for c in found.culprits] == [1, 4, 8]
+    (note,) = [n for n in found.notes if "turns more than once" in n]
+    assert note.endswith(
+        "right with 0 to 1, wrong with 2 to 3, right with 4, wrong with 5 to 6, "
+        "right with 7 to 8, wrong with 9 to 12"
+    )
+
+
+def test_a_judge_that_changes_its_mind_in_the_middle_is_told() -> None:
+    asked: dict[int, int] = {}
+
+    def right(n: int, without: Sequence[str]) -> bool:
+        asked[n] = asked.get(n, 0) + 1
+        return n < 7 or (n == 7 and asked[n] > 1)
+
+    found = searched(Told(right))
+    assert (found.status, found.culprits) == ("flaky", ())
+    assert "7 rewrites were wrong at first and right when asked again" in repr(found)
+
+
+def test_a_flaky_predicate_is_told(block: Model, x: torch.Tensor) -> None:
+    answers = iter([False, True, False, True])
+    found = graphopt.bisect(block, x, predicate=lambda opt: next(answers))
+    assert found.status == "flaky"
+    assert "gave two answers" in repr(found)
+    assert found.culprits == ()
+
+
+def test_an_optimized_module_brings_its_own_rules(model: Model, x: torch.Tensor) -> None:
+    opt = graphopt.optimize(model, x, rules=[RIGHT, planted("layers.1.norm")])
+    found = graphopt.bisect(opt, x)
+    assert [c.record.site.module for c in found.culprits] == ["layers.1.norm"]
+
+
+def test_autocast_around_the_call_is_followed(model: Model, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert graphopt.bisect(model, x).good
+        found = graphopt.bisect(model, x, rules=[RIGHT, planted("layers.2.norm")])
+    assert [c.record.site.module for c in found.culprits] == ["layers.2.norm"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "bisect needs example_inputs, or a predicate"),
+        ({"predicate": 3}, "predicate is a int"),
+        ({"predicate": lambda opt: True}, "the predicate did not call the module"),
+        ({"example_inputs": torch.ones(2, 16), "predicate": lambda o: None}, "returned None"),
+        ({"example_inputs": torch.ones(2, 16), "rules": "layer_nrom"}, "layer_nrom"),
+        ({"example_inputs": {"x": 1}}, "example_inputs is a dict"),
+        ({"example_input": torch.ones(2, 16)}, "no option 'example_input'"),
+    ],
+)
+def test_wrong_arguments_are_told(model: Model, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(graphopt.OptionError, match=text):
+        graphopt.bisect(model, **arguments)
+
+
+def test_to_dict_is_json_with_these_keys(model: Model, x: torch.Tensor) -> None:
+    found = graphopt.bisect(model, x, rules=[RIGHT, planted("layers.2.norm")])
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["schema"] == "graphopt.bisect/1"
+    assert list(data) == [
+        "schema", "good", "model", "judged_by", "status", "rewrites", "monotone", "cure", "cured",
+        "notes", "seconds", "culprits", "suspects", "rules", "trials",
+    ]  # fmt: skip
+    assert set(data["culprits"][0]) == {
+        "rewrite", "without", "detail", "alone", "reference", "replacement", "change", "cure",
+    }  # fmt: skip
+
+
+def test_html_is_escaped(x: torch.Tensor) -> None:
+    page = graphopt.bisect(Model(1), x, predicate=lambda opt: False)._repr_html_()
+    assert "judged by &lt;lambda&gt;" in page
+
+
+def test_cure_keeps_the_users_other_rules() -> None:
+    mine, other = planted(), planted_act()
+    assert cure("default,-rope", ["glu"]) == 'rules="default,-rope,-glu"'
+    assert cure(["default", mine], ["planted_norm"]) == 'rules="default"'
+    assert cure([mine, other], ["glu"]) == 'rules=["default,-glu", planted_norm, planted_relu]'
+
+
+def test_stretches_in_words() -> None:
+    assert _stretches([True, True, False, True]) == "right with 0 to 1, wrong with 2, right with 3"
