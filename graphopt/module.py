@@ -16,8 +16,9 @@ from graphopt.capture.entry import Compiled, Entry
 from graphopt.capture.key import GraphKey, ambient, leaf_facts, same_objects, transformed
 from graphopt.capture.shadow import SOURCE_OF
 from graphopt.capture.store import GraphStore, Recapture, Settings
-from graphopt.errors import CaptureError, GraphOptError
+from graphopt.errors import CaptureError, GraphOptError, OptionError
 from graphopt.graph.body import Body
+from graphopt.precision import PrecisionPlan, lowered, plan_of
 
 __all__ = ["Compiled", "GraphoptModule", "Recapture", "Settings"]
 
@@ -51,6 +52,8 @@ _OWN = frozenset(
     }
 )
 
+_SHOWN = frozenset({"graph", "code", "rewrites", "refusals", "recaptures", "precision_plan", "entry", "body"})
+"""What an optimized module shows and nobody sets."""
 
 _CONTAINER = ("__len__", "__getitem__", "__setitem__", "__iter__", "__contains__", "__reversed__")
 """Special methods of a source that holds items (`nn.Sequential`)."""
@@ -110,6 +113,13 @@ class GraphoptModule(fx.GraphModule):
     _lineno_map: dict[int, int | None] = {}  # noqa: RUF012  (Dynamo reads it off a GraphModule)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        precision = self._settings.precision
+        if precision is None:
+            return self._called(args, kwargs)
+        with lowered(self.source, precision):
+            return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         store = self._store
         if transformed():
             return store.unoptimized("torch.func or forward-mode differentiation").call(
@@ -118,11 +128,10 @@ class GraphoptModule(fx.GraphModule):
         leaves: list[torch.Tensor] = []
         try:
             structure = sig.flatten((args, kwargs), leaves)
+            facts = leaf_facts(leaves)
         except CaptureError as error:
             return store.fallback(error).call([], leaves, args, kwargs)
-        key = GraphKey(
-            self.source.training, ambient(), structure, leaf_facts(leaves), same_objects(leaves)
-        )
+        key = GraphKey(self.source.training, ambient(), structure, facts, same_objects(leaves))
         entry = store.exact.get(key)
         state = entry.state() if entry is not None else None
         while entry is None or state is None:  # again where another thread changes the state
@@ -140,14 +149,23 @@ class GraphoptModule(fx.GraphModule):
 
         Returns:
             The graph in force for them; None where the source runs (`on_error="fallback"`).
+
+        Raises:
+            OptionError: where `args` is no tuple or list.
+            CaptureError: when the model cannot be captured.
         """
+        if not isinstance(args, (tuple, list)):
+            raise OptionError(
+                f"args is of type {type(args).__name__}", try_="a tuple: opt.capture((x,))"
+            )
         args, kwargs = tuple(args), kwargs or {}
         leaves: list[torch.Tensor] = []
-        structure = sig.flatten((args, kwargs), leaves)
-        key = GraphKey(
-            self.source.training, ambient(), structure, leaf_facts(leaves), same_objects(leaves)
-        )
-        entry = self._store.find(key, args, kwargs)
+        with lowered(self.source, self._settings.precision):
+            structure = sig.flatten((args, kwargs), leaves)
+            key = GraphKey(
+                self.source.training, ambient(), structure, leaf_facts(leaves), same_objects(leaves)
+            )
+            entry = self._store.find(key, args, kwargs)
         if not isinstance(entry, Entry):
             return None
         self._store.last = entry
@@ -187,20 +205,12 @@ class GraphoptModule(fx.GraphModule):
         """The body in force, after the passes."""
         return self.entry.compiled.body
 
-    @property
+    @property  # type: ignore[misc]  # `__setattr__` refuses a new one
     def graph(self) -> fx.Graph:
         """The graph in force, after the passes."""
         if self._store.last is None and _asked_by_dynamo():
             return fx.Graph()  # it looks at the graph of every GraphModule that it meets
         return self.body.graph
-
-    @graph.setter
-    def graph(self, graph: fx.Graph) -> None:
-        raise GraphOptError(
-            "the graph of an optimized module cannot be set",
-            why="one module holds a graph per mode and kind of input",
-            try_="rules= of optimize(), or work on copy_graph(opt.graph)",
-        )
 
     @property
     def code(self) -> str:
@@ -225,6 +235,12 @@ class GraphoptModule(fx.GraphModule):
     def refusals(self) -> list[Any]:
         """What the passes did not do to the graph in force, and why."""
         return list(getattr(self.entry.compiled.result, "refusals", ()))
+
+    @property
+    def precision_plan(self) -> PrecisionPlan:
+        """In which precision the ops of the graph in force run, and what the casts move."""
+        result = self.entry.compiled.result
+        return plan_of(self.entry.capture.body if result is None else result.captured, self.body)
 
     @property
     def recaptures(self) -> list[Recapture]:
@@ -273,6 +289,12 @@ class GraphoptModule(fx.GraphModule):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or "_store" not in self.__dict__:
             object.__setattr__(self, name, value)
+        elif name in _SHOWN and not hasattr(self.source, name):
+            raise GraphOptError(
+                f"{name} of an optimized module cannot be set",
+                why="one module holds a graph per mode and kind of input",
+                try_="rules= of optimize(), or work on copy_graph(opt.graph)",
+            )
         else:
             setattr(self.source, name, value)
 

@@ -91,6 +91,12 @@ def apply_rule(
         reason = m.inside_use() or m.mixed_regions()
         for check in [] if reason else r.checks:
             reason = _guarded(r, root, check, m)
+            if reason is not None and not isinstance(reason, str):
+                raise PassError(
+                    f"a check of rule {r.name} returned {reason!r}",
+                    at=str(site_of(root)),
+                    try_="None where the rule may fire, a text that says why not where it may not",
+                )
             if reason is not None:
                 return reason
         if reason is None and m.insertion_point() is None:
@@ -170,6 +176,7 @@ def _check_results(m: Match, new: tuple[Any, ...]) -> None:
         raise PassError(
             f"rule {m.rule.name} returned {len(new)} values for {len(m.outputs)} results",
             at=str(site_of(m.root)),
+            try_="return one node for each result of the pattern",
         )
     for before, after in zip(m.outputs, new, strict=True):
         if not isinstance(after, fx.Node):
@@ -177,6 +184,12 @@ def _check_results(m: Match, new: tuple[Any, ...]) -> None:
                 f"rule {m.rule.name} returned a {type(after).__name__}, not a node",
                 at=str(site_of(before)),
                 try_="return m.call(...)",
+            )
+        if after.graph is not m.body.graph:
+            raise PassError(
+                f"rule {m.rule.name} returned a node of another graph",
+                at=str(site_of(before)),
+                try_="return m.call(...), or a capture such as m.x",
             )
         a, b = before.meta["val"], after.meta["val"]
         if a.dtype != b.dtype or not same_shape(a, b):

@@ -8,6 +8,7 @@ import fnmatch
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -280,20 +281,30 @@ class _Dumper:
     count = 0
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
         except OSError as error:
-            raise OptionError(
-                f"GRAPHOPT_DUMP={directory} cannot be written", why=str(error)
-            ) from error
-        self.directory = directory
+            raise self._unwritable(error) from error
 
     def __call__(self, stage: str, body: Body, log: Log) -> None:
         from graphopt.graph.text import python_code
 
         name = f"{_Dumper.count:03d}_{stage}.py"
         _Dumper.count += 1
-        (self.directory / name).write_text(python_code(body))
+        try:
+            (self.directory / name).write_text(python_code(body))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> OptionError:
+        return OptionError(
+            f"GRAPHOPT_DUMP={self.directory} cannot be written",
+            why=str(error),
+            try_="a folder that can be made and written, or unset GRAPHOPT_DUMP",
+        )
 
 
 def graph_size(graph: fx.Graph) -> int:

@@ -295,6 +295,7 @@ def _variants(against: Any) -> dict[str, Any]:
                 raise OptionError(
                     f"two variants are called {name!r}",
                     why="graphopt is always measured" if name == "graphopt" else None,
+                    try_="another name",
                 )
             found[name] = call
     return found

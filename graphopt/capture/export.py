@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from graphopt.capture import signature as sig
 from graphopt.capture.aliases import Returned
+from graphopt.capture.arguments import refuse_layouts, refuse_unfit
 from graphopt.capture.assigned import Attributes, assigned, forward_of, set_back, written_at
 from graphopt.capture.before import Before
 from graphopt.capture.certain import Certain
@@ -109,11 +110,11 @@ def capture(
     kwargs = kwargs or {}
     started = time.perf_counter()
     signature = sig.signature_of(module)
-    if signature is not None:
-        signature.bind(*args, **kwargs)  # TypeError as eager gives it
+    refuse_unfit(module, signature, args, kwargs)
     leaves: list[torch.Tensor] = []
     inputs = sig.flatten((args, kwargs), leaves)
     names = sig.leaf_names(inputs, signature)
+    refuse_layouts(module, names, leaves)
     refuse_checkpointing(module)
     refuse_hooks(module)
     with LOCK:

@@ -17,6 +17,7 @@ import torch
 from graphopt.errors import CaptureError, GraphOptError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH_NN = os.path.join(_TORCH, "nn") + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib")})
 _SITE = tuple({sysconfig.get_path(k) + os.sep for k in ("purelib", "platlib")})
@@ -79,13 +80,16 @@ def _frames_of(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
 
 
 def _is_models_own(error: BaseException) -> bool:
-    """Whether the model itself raised: the innermost frame is a line of user code that raises."""
-    if type(error).__module__.startswith("torch."):
+    """Whether the model itself raised: a line of user code, or a check of torch.nn, that raises."""
+    if type(error).__module__.startswith("torch.") or isinstance(error, AttributeError):
         return False
     frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames or not is_users(frames[-1][0].f_code.co_filename):
+    if not frames:
         return False
     frame, line = frames[-1]
+    file = frame.f_code.co_filename
+    if not (is_users(file) or file.startswith(_TORCH_NN)):
+        return False
     text = linecache.getline(frame.f_code.co_filename, line).strip()
     return text.startswith(("raise", "assert"))
 
@@ -164,11 +168,12 @@ def convert(error: BaseException, model: str) -> BaseException:
     for pattern, what, why, cure in _KINDS:
         if re.search(pattern, message):
             return CaptureError(what, at=at, why=f"{why} ({_short(first)})", try_=cure)
+    raised = _short(f"{type(error).__name__}: {first}")
     return CaptureError(
-        f"{model} cannot be captured",
+        f"{model} cannot be captured: its forward raised {raised}",
         at=at,
-        why=_short(f"{type(error).__name__}: {first}"),
-        try_="run the model eagerly with these inputs; or optimize(..., on_error='fallback')",
+        why="it was traced with these inputs, on tensors that have no values",
+        try_="call the model itself with them: where that works, on_error='fallback' does, too",
     )
 
 

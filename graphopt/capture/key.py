@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from graphopt.capture import signature as sig
+from graphopt.capture.arguments import nested
 
 _DEVICES = ("cpu", "cuda")
 _interpreter = torch._C._functorch.peek_interpreter_stack
@@ -95,13 +96,20 @@ def autocast_dtypes(modes: Ambient) -> dict[str, torch.dtype]:
 
 
 def leaf_facts(leaves: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
-    """The facts of each tensor argument that stand in a key."""
-    return tuple(
-        [
-            (t.dtype, t.device, t.shape, t.requires_grad, t.is_contiguous() or _strides(t))
-            for t in leaves
-        ]
-    )
+    """The facts of each tensor argument that stand in a key.
+
+    Raises:
+        CaptureError: for a nested tensor, which has none.
+    """
+    try:
+        return tuple(
+            [
+                (t.dtype, t.device, t.shape, t.requires_grad, t.is_contiguous() or _strides(t))
+                for t in leaves
+            ]
+        )
+    except RuntimeError as error:
+        raise nested(error) from None
 
 
 def same_objects(leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:

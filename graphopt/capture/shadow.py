@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphopt.capture.standins import stand_in
 from graphopt.errors import CaptureError
@@ -74,11 +74,22 @@ def shadow_of(
     source_class = type(root)
     original = own if own is not None else functools.partial(source_class.forward, root)
 
-    def flat_forward(self: nn.Module, *leaves: Any) -> Any:
-        return forward(original, leaves)
+    inside = False
+
+    def flat_forward(self: nn.Module, *leaves: Any, **named: Any) -> Any:
+        nonlocal inside
+        if inside:  # a forward that calls itself
+            return original(*leaves, **named)
+        inside = True
+        try:
+            return forward(original, leaves)
+        finally:
+            inside = False
 
     names = {"forward": flat_forward, "__module__": source_class.__module__}
-    root.__class__ = type(source_class.__name__, (source_class,), names)
+    # torch.export runs the graph of a GraphModule and not its forward
+    base = nn.Module if issubclass(source_class, fx.GraphModule) else source_class
+    root.__class__ = type(source_class.__name__, (base,), names)
     type(root).__qualname__ = source_class.__qualname__
     for name in _HOOKS:
         root.__dict__[name] = type(root.__dict__[name])()
@@ -102,6 +113,7 @@ def _clone(
         return copies[id(module)]
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
+    copy.__dict__["_compiled_call_impl"] = None  # of Module.compile(): not Python any more
     if getattr(copy.__dict__.get("forward"), ATTACHED, False):
         del copy.__dict__["forward"]
         own = instance_forward(module)

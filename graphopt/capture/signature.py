@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -136,6 +136,13 @@ def _flatten_fields(value: Any, leaves: list[Any], results: bool) -> Structure:
 
 def _flatten_object(value: Any, leaves: list[Any]) -> Structure:
     """An object of a class unknown here, in a result: its attributes, when one holds a tensor."""
+    if isinstance(value, (Iterator, Awaitable)):
+        kind = "coroutine" if isinstance(value, Awaitable) else type(value).__name__
+        raise CaptureError(
+            f"forward returns a {kind}",
+            why="it would run after the capture, and once for all calls",
+            try_="return a list or a tuple; or optimize(..., on_error='fallback')",
+        )
     attributes = getattr(value, "__dict__", None)
     if not attributes or isinstance(value, torch.nn.Module) or not holds_tensor(value, set()):
         return ("held", Held(value))

@@ -1,0 +1,25 @@
+"""All wrong uses, in the order of the table."""
+
+from __future__ import annotations
+
+import wrong_calls as calls
+import wrong_uses as uses
+from use import Use
+
+USES: tuple[Use, ...] = (
+    *uses.MODELS,
+    *uses.INPUTS,
+    *uses.OPTIONS,
+    *uses.ENVIRONMENT,
+    *uses.ATTACH,
+    *uses.MODULE,
+    *uses.CAPTURE,
+    *uses.TESTING,
+    *calls.CALLS,
+    *calls.RULES,
+    *calls.VERIFY,
+    *calls.EXPLAIN,
+    *calls.BENCH,
+    *calls.REPORTS,
+    *calls.BISECT,
+)
