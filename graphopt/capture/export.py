@@ -22,9 +22,9 @@ from graphopt.capture.before import Before
 from graphopt.capture.certain import Certain
 from graphopt.capture.failure import convert
 from graphopt.capture.functionalize import functionalize
-from graphopt.capture.impure import Impure
+from graphopt.capture.impure import Impure, switching
 from graphopt.capture.key import same_objects, switches
-from graphopt.capture.normalize import normalize
+from graphopt.capture.normalize import Flat, normalize
 from graphopt.capture.places import Places
 from graphopt.capture.reads import Reads
 from graphopt.capture.shadow import shadow_of
@@ -122,6 +122,7 @@ def capture(
         grad = torch.is_grad_enabled()
         tracked = [leaf.requires_grad for leaf in leaves]
         flat = normalize(exported.program, module, names, tracked, grad)
+        exported.refuse_recorded(flat)
         pure = functionalize(flat)
     _drop_dead(pure.graph)
     user_outputs = len(pure.graph.output_node().args[0]) - len(pure.mutations)  # type: ignore[arg-type]
@@ -180,6 +181,7 @@ def _export_once(
     dynamic: dict[int, set[int]],
 ) -> _Exported:
     found: list[sig.Structure] = []
+    recorded: list[bool] = []
     same = same_objects(leaves)
 
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
@@ -192,9 +194,11 @@ def _export_once(
         try:
             with reads.recording():
                 before = Before(dict(shadow.named_modules()), reads)
-                with Certain(), impure.watching(flat):
+                state = (*shadow.parameters(), *shadow.buffers())
+                with Certain(), impure.watching(flat, state):
                     result = original(*args, **kwargs)
             found[:] = [sig.flatten(result, results, results=True)]
+            recorded[:] = [isinstance(t, torch.Tensor) and t.requires_grad for t in results]
             _refuse_changed(inputs, (args, kwargs), flat)
             _refuse_switched(modes, flat, tracked)
             attributes.refuse_changed()
@@ -234,7 +238,8 @@ def _export_once(
             2,
         )
     places = Places(module, reads, impure.environ)
-    return _Exported(program, found[0], places, seconds, reads.switched())
+    changed_flags = reads.switched()
+    return _Exported(program, found[0], places, seconds, changed_flags, recorded, impure.switched)
 
 
 def _placed(error: BaseException, module: nn.Module) -> BaseException:
@@ -304,6 +309,8 @@ class _Exported:
         places: what the forward read.
         seconds: how long it took.
         switched: settings that the forward decided.
+        recorded: per result, whether it requires grad in the trace.
+        recording_at: the line that made an intermediate value require grad, if there is one.
     """
 
     program: Any
@@ -311,6 +318,21 @@ class _Exported:
     places: Places
     seconds: float
     switched: list[tuple[Any, str, Any, Any]]
+    recorded: list[bool]
+    recording_at: str | None
+
+    def refuse_recorded(self, flat: Flat) -> None:
+        """Refuse a graph in which a result would not require grad as it does in the trace.
+
+        Raises:
+            CaptureError: names the line that made an intermediate value require grad.
+        """
+        if self.recording_at is None:
+            return
+        results: Any = flat.graph.output_node().args[0]
+        for node, recorded in zip(results, self.recorded, strict=True):
+            if recorded and node not in flat.grads:
+                raise switching(self.recording_at)
 
 
 class _ForwardError(Exception):

@@ -22,6 +22,7 @@ from graphopt.capture.watch import foreign, hook_dicts
 from graphopt.emit import ParamRef
 
 _MOST_REFRESHES = 16
+_MOST_LOOKS = 1000
 
 Change = tuple[str, Any, Any]
 """(what, old, new): a piece of state, as a user would name it."""
@@ -51,6 +52,7 @@ class Guard:
         self._strict = _Cells([c for c in places.cells if not _equal_is_same(c.value)])
         self._contents = [(c.read, c.items) for c in places.contents]
         self._content_labels = [c.label for c in places.contents]
+        self._watch()
 
     def _tree(self, root: nn.Module, modules: list[nn.Module], places: Places) -> None:
         paths = {id(m.__dict__.get(SOURCE_OF, m)): path for path, m in root.named_modules()}
@@ -102,10 +104,48 @@ class Guard:
         self._refreshes = 0
         self._check = _fast_check(tensors)
 
+    def _watch(self) -> None:
+        """Take the dicts whose versions stand for what they hold, and the cells outside of them."""
+        cells = (*self._loose.cells, *self._strict.cells)
+        dicts = [*self._dicts, *self._owners, *self._children, *(c.container for c in cells)]
+        plain = {id(d): d for d in dicts if type(d) is dict and "__builtins__" not in d}
+        self._watched = list(plain.values())
+        rest = [c for c in cells if id(c.container) not in plain]
+        self._outside = _Cells(rest)
+        self._same: tuple[int, list[Any]] | None = None  # sum of versions, and the tensors then
+        self._looks = 0
+
     # ---- the check
 
     def state(self) -> list[torch.Tensor] | None:
         """The graph's state tensors; None when the graph is not right for the present state."""
+        same = self._same
+        if (
+            same is not None
+            and sum(map(_version, self._watched)) == same[0]
+            and self._check(*same[1])
+            and (not self._outside.cells or self._outside.identical())
+            and list(map(type, self._modules)) == self._kinds
+            and self._handles == RemovableHandle.next_id
+            and (not self._contents or self._changed_contents() is None)
+        ):
+            return same[1][: self._count]
+        version = self._version()
+        tensors = self._tensors_now()
+        if tensors is None:
+            return None
+        self._same = None if version is None else (version, tensors)
+        return tensors[: self._count]
+
+    def _version(self) -> int | None:
+        """The sum of the dicts' versions, which grow; None where they change at many calls."""
+        self._looks += 1
+        if _version is None or self._looks > _MOST_LOOKS:
+            return None
+        return sum(map(_version, self._watched))
+
+    def _tensors_now(self) -> list[Any] | None:
+        """The tensors, after each piece of state was compared."""
         try:
             tensors = list(map(getitem, self._owners, self._keys))
             if (
@@ -119,10 +159,10 @@ class Guard:
                 and (not self._contents or self._changed_contents() is None)
                 and (not self._tied or self._still_tied(tensors))
             ):
-                return tensors[: self._count]
+                return tensors
         except KeyError:
             return None
-        return tensors[: self._count] if self._holds(tensors) else None
+        return tensors if self._holds(tensors) else None
 
     def _holds(self, tensors: list[Any]) -> bool:
         """The check in full, after which what is equal to before counts as before."""
@@ -268,6 +308,29 @@ def _fast_check(tensors: list[Any]) -> Callable[..., bool]:
         pass
     facts = [_facts(t) for t in tensors]
     return lambda *now: [_facts(t) for t in now] == facts
+
+
+def _dict_versions() -> Callable[[dict[Any, Any]], int] | None:
+    """Torch's function that tells a dict's version, where it is there and works.
+
+    A dict has another version after each change: one look at it stands for all that it holds. Like
+    `TensorGuards` it is private; without it each value is compared.
+    """
+    try:
+        from torch._C._dynamo.guards import dict_version
+
+        trial = {"a": 1}
+        first, again = dict_version(trial), dict_version(trial)
+        trial["a"] = 2
+        second = dict_version(trial)
+        trial["b"] = 1
+        works = first == again and len({first, second, dict_version(trial)}) == 3
+    except (ImportError, TypeError, RuntimeError):
+        return None
+    return dict_version if works else None
+
+
+_version: Any = _dict_versions()
 
 
 def _kind(children: dict[str, Any], name: str) -> str:

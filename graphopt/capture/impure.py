@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,27 +73,32 @@ class Impure(TorchFunctionMode):
     Attributes:
         environ: environment variables that the forward read, with their values (None: not set).
         printed: the line of a `print` in the forward, None where there is none.
+        switched: the line that made an intermediate value require grad, None where there is none.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.environ: dict[str, str | None] = {}
         self.printed: str | None = None
+        self.switched: str | None = None
+        self._outer: set[int] = set()
         self._arguments: set[int] = set()
         self._thread = -1
 
     @contextlib.contextmanager
-    def watching(self, arguments: tuple[Any, ...]) -> Iterator[None]:
+    def watching(self, arguments: tuple[Any, ...], state: Iterable[Any]) -> Iterator[None]:
         """Refuse and note in this thread during the block.
 
         Args:
             arguments: the tensors that the traced forward is given.
+            state: parameters and buffers of the traced module.
 
         Raises:
             CaptureError: from inside the forward, with the user's line.
         """
         self._thread = threading.get_ident()
         self._arguments = {id(t) for t in arguments if t.requires_grad}
+        self._outer = {id(t) for t in (*arguments, *state)}
         kind: Any = type(os.environ)
         saved = [(owner, name, getattr(owner, name)) for owner, name in _OUTSIDE]
         read, printing = kind.__getitem__, builtins.print
@@ -177,13 +182,12 @@ class Impure(TorchFunctionMode):
             raise impure(f"{_NOTES[name]} in forward", user_frame())
 
     def _switch(self, tensor: Any, on: bool | None) -> None:
-        if tensor.requires_grad != (on is None or bool(on)):
-            raise CaptureError(
-                "Tensor.requires_grad_ in forward (or an assignment to requires_grad)",
-                at=user_frame(),
-                why="it has no place in a captured forward: torch.export drops it",
-                try_="move it out of forward, or on_error='fallback'",
-            )
+        on = on is None or bool(on)
+        if tensor.requires_grad == on:
+            return
+        if not on or id(tensor) in self._outer or _is_real(tensor):
+            raise switching(user_frame())
+        self.switched = self.switched or user_frame()  # fine unless a result requires grad by it
 
     def _write(self, target: Any, name: str) -> None:
         for tensor in target if isinstance(target, (tuple, list)) else (target,):
@@ -195,6 +199,16 @@ class Impure(TorchFunctionMode):
                     why="a list, a global or a closure holds it, so the trace would change it",
                     try_="a buffer (register_buffer) for it; or on_error='fallback'",
                 )
+
+
+def switching(at: str | None) -> CaptureError:
+    """The error for a forward that switches requires_grad."""
+    return CaptureError(
+        "Tensor.requires_grad_ in forward (or an assignment to requires_grad)",
+        at=at,
+        why="it has no place in a captured forward: torch.export drops it",
+        try_="move it out of forward, or on_error='fallback'",
+    )
 
 
 def impure(what: str, at: str | None) -> CaptureError:

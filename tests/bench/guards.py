@@ -42,8 +42,8 @@ def models() -> dict[str, torch.nn.Module]:
     return {"gpt2": GPT2LMHeadModel(gpt2), "llama": LlamaForCausalLM(llama)}
 
 
-def microseconds(call: Callable[[], Any], number: int = 300, repeat: int = 9) -> float:
-    """The least mean time of a call, in microseconds."""
+def microseconds(call: Callable[[], Any], number: int = 50, repeat: int = 200) -> float:
+    """The least mean time of a call, in microseconds: short runs, which others disturb less."""
     return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
 
 

@@ -387,3 +387,29 @@ def test_classes_are_as_before_after_a_capture():
     assert "__getattribute__" not in Config.__dict__
     assert "__getattribute__" in Mapped.__dict__
     assert Mapped().hidden == 2.0
+
+
+def test_a_call_without_changes_looks_at_versions_alone(monkeypatch):
+    model = Reader()
+    opt = GraphoptModule(model)
+    x = torch.ones(2, 2)
+    opt(x)
+    opt(x)
+    looks = []
+    monkeypatch.setattr(Guard, "_tensors_now", lambda self: looks.append(1))
+    assert opt.entry.state() is not None
+    assert not looks
+    model.scale = 9.0
+    opt.entry.state()
+    assert looks
+
+
+def test_the_state_is_the_same_without_versions(monkeypatch):
+    monkeypatch.setattr("graphopt.capture.guard._version", None)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    opt = GraphoptModule(model)
+    x = torch.ones(1, 3)
+    opt(x)
+    model[1].p = 1.0
+    assert opt(x).abs().sum() == 0
+    assert [r.argument for r in opt.recaptures] == ["Dropout.p of 1"]
