@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+
+from graphopt.errors import GraphOptError
 
 # The interpreter has no multiprocessors; small enough that tests see programs with several rows.
 INTERPRETER_SMS = 2
@@ -38,6 +41,29 @@ def use_triton(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def triton_failure(name: str, error: Exception) -> GraphOptError | None:
+    """What to raise for a launch that failed inside Triton, None where it failed elsewhere.
+
+    A damaged file in Triton's cache, a cache folder that cannot be written, a missing C compiler
+    and a kernel that the GPU has no room for all end there, in errors that name none of these.
+
+    Args:
+        name: the operator's, without the namespace.
+        error: what the launch raised.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    inside = any(f.f_globals.get("__name__", "").startswith("triton.") for f, _ in frames)
+    if not inside or isinstance(error, (GraphOptError, torch.OutOfMemoryError)):
+        return None
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join("~", ".triton", "cache")
+    return GraphOptError(
+        f"the Triton kernel of graphopt::{name} could not be built or launched",
+        why=f"{type(error).__name__}: {error}"[:500],
+        try_=f"empty Triton's cache ({folder}) and see that it can be written; "
+        "optimize(..., fuse=False) runs without such kernels",
+    )
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -84,7 +84,7 @@ def define(
     name = schema.split("(", 1)[0].strip()
     LIBRARY.define(schema, tags=tags)
     overload: torch._ops.OpOverload = getattr(torch.ops.graphopt, name).default
-    run = reference if launch is None else _choose(launch, reference)
+    run = reference if launch is None else _choose(name, launch, reference)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"graphopt::{name}", fake, lib=LIBRARY)
     if gradient is not None:
@@ -115,10 +115,19 @@ _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _is_functionalizing = torch._C._dispatch_tls_is_dispatch_key_included
 
 
-def _choose(launch: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def _choose(
+    name: str, launch: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        chosen = launch if _launch.use_triton(args[0]) else reference
-        return chosen(*args, **kwargs)
+        if not _launch.use_triton(args[0]):
+            return reference(*args, **kwargs)
+        try:
+            return launch(*args, **kwargs)
+        except Exception as error:
+            told = _launch.triton_failure(name, error)
+            if told is None:
+                raise
+            raise told from error
 
     return run
 
