@@ -57,7 +57,12 @@ CALLS = [
     called("dict.values()", CaptureError, "dict_values", args=({"a": X}.values(),), model=m.SumOf),
     called("an object", CaptureError, "object", args=(object(),)),
     called("a sparse tensor", CaptureError, "sparse", args=(X.to_sparse(),)),
-    called("a nested tensor", CaptureError, "nested", args=(torch.nested.nested_tensor([X, X]),)),
+    called(
+        "a nested tensor",
+        CaptureError,
+        "nested",
+        args=lambda: (torch.nested.nested_tensor([X, X]),),
+    ),
     called("an index out of range", IndexError, args=(torch.tensor([9]),), model=m.Table),
     called("a float for an index", CaptureError, "Long", args=(torch.ones(2),), model=m.Table),
     called(
