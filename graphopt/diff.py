@@ -37,6 +37,8 @@ class ModuleDiff:
         rules: the rules that made its new ops.
         before: one line of code for each op as captured.
         after: the same, optimized.
+        ops_before: ops as captured; taking one of several results is a line, but no op.
+        ops_after: ops as optimized.
     """
 
     where: str
@@ -44,6 +46,8 @@ class ModuleDiff:
     rules: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
+    ops_before: int
+    ops_after: int
 
     @property
     def count(self) -> int:
@@ -55,7 +59,7 @@ class ModuleDiff:
         """One line: module, number of equal ones, ops before and after, rules."""
         times = f" x{self.count}" if self.count > 1 else ""
         rules = f"   {', '.join(self.rules)}" if self.rules else ""
-        ops = f"{len(self.before)} ops -> {len(self.after)}"
+        ops = f"{self.ops_before} ops -> {self.ops_after}"
         return f"@@ {self.where or '(root)'}{times}   {ops}{rules}"
 
     def lines(self, context: int = 1) -> list[str]:
@@ -181,6 +185,8 @@ def diff(opt: Any) -> DiffResult:
             rules=key[3],
             before=_shown(old.get(paths[0], ()), len(paths)),
             after=_shown(new.get(paths[0], ()), len(paths)),
+            ops_before=_count(old.get(paths[0], ())),
+            ops_after=_count(new.get(paths[0], ())),
         )
         for key, paths in groups.items()
     )
@@ -188,8 +194,8 @@ def diff(opt: Any) -> DiffResult:
         model=subject.model,
         mode=subject.mode,
         inputs=subject.inputs,
-        ops_before=_count(old),
-        ops_after=_count(new),
+        ops_before=sum(map(_count, old.values())),
+        ops_after=sum(map(_count, new.values())),
         changed=changed,
         unchanged=tuple(unchanged),
     )
@@ -201,6 +207,7 @@ class _Line:
 
     text: str
     key: str
+    is_op: bool
 
 
 class _Names:
@@ -251,7 +258,7 @@ class _Names:
             text = statement(node, names, items)
             starred = {n: self._starred(t, n) for n, t in names.items()}
             key = statement(node, starred, items, _SITE)
-            found.setdefault(path, []).append(_Line(text, key))
+            found.setdefault(path, []).append(_Line(text, key, node.target is not operator.getitem))
         return found
 
     def _starred(self, name: str, node: fx.Node) -> str:
@@ -308,8 +315,8 @@ def _shown(lines: Iterable[_Line], count: int) -> tuple[str, ...]:
     return tuple(line.key if count > 1 else line.text for line in lines)
 
 
-def _count(lines: dict[str, list[_Line]]) -> int:
-    return sum(map(len, lines.values()))
+def _count(lines: Iterable[_Line]) -> int:
+    return sum(line.is_op for line in lines)
 
 
 def _rules_of(body: Body) -> dict[str, tuple[str, ...]]:

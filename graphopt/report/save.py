@@ -26,7 +26,7 @@ def check_path(path: Any, suffixes: Sequence[str]) -> Path:
             written. Nothing is left behind.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise OptionError(f"path is a {type(path).__name__}", try_="a text or a pathlib.Path")
+        raise OptionError(f"path is of type {type(path).__name__}", try_="a text or a pathlib.Path")
     found = Path(path)
     if found.suffix.lower() not in suffixes:
         raise OptionError(
