@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,8 @@ def bisect(arguments: argparse.Namespace) -> bool:
 
 def bench(arguments: argparse.Namespace) -> bool:
     """`graphopt bench TARGET`."""
+    # The profiler's library reads it once, as torch is loaded; it would log each of its starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import graphopt
 
     options: dict[str, Any] = {}
