@@ -12,11 +12,11 @@ import os
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, Architecture
-from sweep import Result, _apart, sweep, table
+from sweep import MARKS, Result, _apart, _over_many, into, sweep, table
 from torch import nn
 from zoo import Entry
 
-from graphopt.numerics import compare
+from graphopt.numerics import Comparison, compare, only_mean_failed
 
 FIRST = [a.name for a in ARCHITECTURES if a.first]
 REST = [a.name for a in ARCHITECTURES if not a.first]
@@ -72,4 +72,35 @@ def test_the_table_counts() -> None:
     results = [Result("a"), dataclasses.replace(Result("b"), verdict="refused", reason="x|y")]
     text = table(results)
     assert text.endswith("2 models: 1 equal, 1 refused, 0 wrong.")
-    assert "| b | refused | 0 | 0.00 | 0.00 | 0 | x/y |" in text
+    assert "| b |  |  | 0 | 0 | 0.000 | 0.00 | x/y |" in text
+
+
+def test_a_mean_above_the_bound_is_taken_over_more_batches() -> None:
+    x = torch.randn(2000, dtype=torch.float64)
+    off = {k: {"output/0": (x * (1 + k)).float()} for k in (1e-6, 1.2e-6, 0.8e-6)}
+    one = {k: compare(off[1e-6], run, {"output/0": x}) for k, run in off.items()}
+    seen: list[int] = []
+
+    def judged(k: int) -> Comparison:
+        seen.append(k)
+        return one[0.8e-6]
+
+    assert only_mean_failed(one[1.2e-6])
+    assert _over_many(one[1.2e-6], judged).passed
+    assert seen == list(range(1, 16))
+    assert not _over_many(one[1.2e-6], lambda k: one[1.2e-6]).passed
+
+
+def test_the_table_goes_between_its_marks() -> None:
+    page = f"a\n{MARKS[0]}\nold\n{MARKS[1]}\nb\n"
+    assert into(page, "new") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="lacks"):
+        into("a page", "new")
+
+
+def test_each_mode_has_its_verdict() -> None:
+    result = Result("a")
+    for verdict, mode in (("equal", "train"), ("refused", "eval"), ("equal", "eval")):
+        result.note(verdict, verdict, mode)
+    assert result.modes == {"train": "equal", "eval": "refused"}
+    assert (result.verdict, result.reason) == ("refused", "refused")
