@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from graphopt.capture.key import GraphKey, ambient, leaf_facts, same_objects, tr
 from graphopt.capture.shadow import SOURCE_OF
 from graphopt.capture.store import GraphStore, Recapture, Settings
 from graphopt.errors import CaptureError, GraphOptError, OptionError
+from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.precision import PrecisionPlan, lowered, plan_of
 
@@ -127,7 +129,7 @@ class GraphoptModule(fx.GraphModule):
             )
         leaves: list[torch.Tensor] = []
         try:
-            structure = sig.flatten((args, kwargs), leaves)
+            structure = sig.flatten_arguments(args, kwargs, leaves)
             facts = leaf_facts(leaves)
         except CaptureError as error:
             return store.fallback(error).call([], leaves, args, kwargs)
@@ -161,7 +163,7 @@ class GraphoptModule(fx.GraphModule):
         args, kwargs = tuple(args), kwargs or {}
         leaves: list[torch.Tensor] = []
         with lowered(self.source, self._settings.precision):
-            structure = sig.flatten((args, kwargs), leaves)
+            structure = sig.flatten_arguments(args, kwargs, leaves)
             key = GraphKey(
                 self.source.training, ambient(), structure, leaf_facts(leaves), same_objects(leaves)
             )
@@ -194,6 +196,14 @@ class GraphoptModule(fx.GraphModule):
                 return entry
         if last is not None:
             return last
+        failed = self._store.failed
+        if failed is not None:
+            raise GraphOptError(
+                f"no graph: {type(self.source).__name__} runs unoptimized, for {failed.what}",
+                at=failed.at,
+                why=f"on_error='fallback', and the capture failed: {failed.why or failed.what}",
+                try_=failed.try_,
+            )
         raise GraphOptError(
             "no graph yet",
             why="a graph is captured at the first call",
@@ -208,7 +218,15 @@ class GraphoptModule(fx.GraphModule):
     @property  # type: ignore[misc]  # `__setattr__` refuses a new one
     def graph(self) -> fx.Graph:
         """The graph in force, after the passes."""
-        if self._store.last is None and _asked_by_dynamo():
+        asking = _asking()
+        if asking.startswith("torch.export"):
+            raise GraphOptError(
+                "an optimized module cannot be exported",
+                why="torch.export would take its graph for the whole of it: neither what it writes "
+                "back nor the form of its result stands there",
+                try_="torch.export.export(opt.source, ...)",
+            )
+        if self._store.last is None and asking.startswith("torch._dynamo"):
             return fx.Graph()  # it looks at the graph of every GraphModule that it meets
         return self.body.graph
 
@@ -305,9 +323,33 @@ class GraphoptModule(fx.GraphModule):
         return sorted({*object.__dir__(self), *dir(self.source)})
 
     def __repr__(self) -> str:
-        return f"Optimized{self.source!r}"
+        return f"Optimized{self.source!r}\ngraphopt: {self._summary()}"
 
     __str__ = __repr__
+
+    def _summary(self) -> str:
+        """One line: what graph is in force."""
+        if self._store.last is None:
+            failed = self._store.failed
+            return "no graph yet" if failed is None else f"runs unoptimized, for {failed.what}"
+        entry = self.entry
+        before, after = (ops.count(b.graph) for b in (entry.capture.body, entry.compiled.body))
+        mode = "train" if entry.compiled.body.training else "eval"
+        return (
+            f"{mode} graph, {before} ops -> {after}, {len(self.rewrites)} rewrites; .code shows it"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the summary, and code and modules to unfold; everything is escaped."""
+        shown = [("modules", repr(self.source))]
+        if self._store.last is not None:
+            shown.insert(0, ("code", self.code))
+        folded = "".join(
+            f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
+            for title, text in shown
+        )
+        name = html.escape(type(self).__name__)
+        return f"<p><b>{name}</b>: {html.escape(self._summary())}</p>{folded}"
 
     # ---- copies
 
@@ -354,9 +396,9 @@ def _prepare_dynamo() -> None:
         )
 
 
-def _asked_by_dynamo() -> bool:
-    caller = sys._getframe(2).f_globals.get("__name__", "")
-    return str(caller).startswith("torch._dynamo")
+def _asking() -> str:
+    """The name of the module whose code reads the property that calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def _rebuild(

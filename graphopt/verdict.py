@@ -150,6 +150,12 @@ class VerifyResult:
             "notes": list(self.notes),
         }
 
+    def _repr_html_(self) -> str:
+        from graphopt.report.proof import proof_table, proof_text
+        from graphopt.report.view import html_fragment
+
+        return html_fragment([proof_table(self), proof_text(self)])
+
     def __repr__(self) -> str:
         """A table: what is wrong first, then the rewrites in order, then the whole step."""
         bad = [c for c in self.checks if not c.passed]

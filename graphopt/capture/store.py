@@ -104,6 +104,7 @@ class GraphStore:
         self.exact: dict[GraphKey, Entry | Eager] = {}
         self.recaptures: list[Recapture] = []
         self.last: Entry | None = None
+        self.failed: CaptureError | None = None
         self._families: dict[tuple[Any, ...], _Family] = {}
         self._latest: GraphKey | None = None
         self._asked: dict[str, int] = {}
@@ -149,6 +150,7 @@ class GraphStore:
         """
         if self.settings.on_error != "fallback":
             raise error
+        self.failed = error
         return self.unoptimized(str(error))
 
     def unoptimized(self, cause: str) -> Eager:

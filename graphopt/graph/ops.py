@@ -126,6 +126,11 @@ def _declares_write(target: Any) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
+def count(graph: fx.Graph) -> int:
+    """How many ops a graph runs; taking one of several results is none."""
+    return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the result may share storage with an operand (getitem of such a result included)."""
     if node.op != "call_function":

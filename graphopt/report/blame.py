@@ -89,7 +89,7 @@ class Culprit:
         where = "the whole graph" if record.kind == "global" else site.module or "the root module"
         lines = [f"guilty: rewrite #{k}, rule {record.rule}, at {where}"]
         if site.file and record.kind == "local":
-            lines.append(f"  {site.file}:{site.line}    {site.code or ''}".rstrip())
+            lines += [f"  {site.file}:{site.line}", f"    {site.code or ''}"]
         if record.kind == "local":
             before, after = map(", ".join, (record.ops_before, record.ops_after))
             lines.append(f"  {before} -> {after or 'nothing new'}")
@@ -99,7 +99,7 @@ class Culprit:
             lines.append(f"  found with {', '.join(self.without)} left out")
         if self.alone is not None:
             lines.append(f"  replayed alone, {self.verdict_alone}")
-        parts: list[Part] = ["\n".join(wrap(line) for line in lines)]
+        parts: list[Part] = ["\n".join(wrap(line) for line in lines if line.strip())]
         if self.change:
             return [*parts, Code(self.change, "what it changed:", diff=True)]
         parts.append(Code(self.reference, "what was there:"))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from graphopt.capture import capture
 from graphopt.capture.key import ambient, autocast_dtypes
 from graphopt.cost.ops import nodes_cost
+from graphopt.graph import ops
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
 from graphopt.options import (
@@ -96,8 +95,8 @@ class Explanation:
                 f"{name}: {type_text(node.meta.get('val'))}"
                 for name, node in zip(names, before.placeholders, strict=True)
             ),
-            nodes_before=_ops(before.graph),
-            nodes_after=_ops(after.graph),
+            nodes_before=ops.count(before.graph),
+            nodes_after=ops.count(after.graph),
             bytes_before=nodes_cost(before.graph.nodes).bytes,
             bytes_after=nodes_cost(after.graph.nodes).bytes,
             seconds=seconds,
@@ -203,8 +202,3 @@ def explain(
         body.autocast = autocast_dtypes(ambient())
         result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
     return Explanation.of(model, captured.names, result, time.perf_counter() - start)
-
-
-def _ops(graph: fx.Graph) -> int:
-    """How many ops a graph runs; taking one of several results is none."""
-    return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from torch import fx
 
 import graphopt
 from graphopt.capture.store import Recapture
 from graphopt.cost.ops import nodes_cost
 from graphopt.errors import OptionError
+from graphopt.graph import ops
 from graphopt.graph.record import RewriteRecord
 from graphopt.graph.text import python_code
 from graphopt.options import names_checked
@@ -253,8 +251,8 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
         mode=subject.mode,
         inputs=subject.inputs,
         totals=Totals(
-            ops_before=_ops(before),
-            ops_after=_ops(after),
+            ops_before=ops.count(before),
+            ops_after=ops.count(after),
             bytes_before=nodes_cost(before.nodes).bytes,
             bytes_after=nodes_cost(after.nodes).bytes,
             flops_before=matrix_flops(before),
@@ -319,7 +317,3 @@ def _rewrite(record: RewriteRecord) -> dict[str, Any]:
         "flops_before": flops[0],
         "flops_after": flops[1],
     }
-
-
-def _ops(graph: fx.Graph) -> int:
-    return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)

@@ -1,0 +1,177 @@
+"""What `precision=` asks for, and what became of it in a graph.
+
+`precision="bf16"` captures a model as `torch.autocast` of that dtype would run it, and writes the
+casts into the graph (`graphopt.passes.autocast`). An ambient `torch.autocast` at a call wins over
+the option.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.errors import GraphoptWarning
+from graphopt.graph import ops
+from graphopt.graph.body import Body
+from graphopt.graph.record import site_of
+
+LOW: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The low precisions by their names as options."""
+
+_DEVICES = ("cpu", "cuda")
+
+
+def lowered(model: nn.Module, precision: str | None) -> AbstractContextManager[Any]:
+    """The autocast in which a model of this precision is captured and called.
+
+    Args:
+        model: the source.
+        precision: "bf16", "fp16", "auto" or None.
+
+    Returns:
+        `torch.autocast` of the model's device; nothing without a precision, where an autocast is
+        on already, and with "auto" for a model that is in low precision itself.
+    """
+    if precision is None or any(map(torch.is_autocast_enabled, _DEVICES)):
+        return contextlib.nullcontext()
+    first = _first_floating((*model.parameters(), *model.buffers()))
+    kind = "cpu" if first is None else first.device.type
+    if precision == "auto" and first is not None and first.dtype in LOW.values():
+        return contextlib.nullcontext()
+    return torch.autocast(kind, LOW[_resolved(kind) if precision == "auto" else precision])
+
+
+def _first_floating(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    return next((t for t in tensors if t.is_floating_point()), None)
+
+
+@functools.cache
+def _resolved(kind: str) -> str:
+    """The precision that "auto" means on a device: bf16 where the hardware has it."""
+    if kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    warnings.warn(
+        "precision='auto' is fp16 on this GPU, which has no bfloat16: scale the loss with"
+        " torch.amp.GradScaler, or small gradients become 0",
+        GraphoptWarning,
+        stacklevel=6,
+    )
+    return "fp16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A cast that was written into a graph.
+
+    Attributes:
+        node: its name.
+        source: the state path, or the name of the node that is cast.
+        module: path of the module in which it is needed.
+        weight: whether state is cast, and not an activation.
+        dtype: the dtype cast to.
+        bytes: read and written; symbolic sizes count as in the example.
+    """
+
+    node: str
+    source: str
+    module: str
+    weight: bool
+    dtype: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrecisionPlan:
+    """In which precision each op of a graph runs, and what the casts move.
+
+    Attributes:
+        ambient: the low precision of the graph, None in a graph without any.
+        ops: (op, dtype of its result) -> how many.
+        casts: the casts that were written; those that a kernel's load or store took in are gone.
+        pinned: nodes that an override decided: (node, module, op, dtype).
+    """
+
+    ambient: str | None
+    ops: dict[tuple[str, str], int]
+    casts: tuple[Cast, ...]
+    pinned: tuple[tuple[str, str, str, str], ...]
+
+    def __repr__(self) -> str:
+        """A table."""
+        lines = [f"precision: {self.ambient or 'as the model is'}"]
+        for weight, label in ((True, "weights"), (False, "activations")):
+            chosen = [c for c in self.casts if c.weight == weight]
+            total = sum(c.bytes for c in chosen) / 2**20
+            lines.append(f"casts of {label}: {len(chosen)}, {total:.2f} MiB moved a forward")
+        lines += [f"{count:6d}  {op:36s} {dtype}" for (op, dtype), count in self.ops.items()]
+        if self.pinned:
+            lines.append("decided by precision_overrides:")
+            lines += [f"  {dtype}  {op}  {module}" for _, module, op, dtype in self.pinned]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "ambient": self.ambient,
+            "ops": [{"op": o, "dtype": d, "count": n} for (o, d), n in self.ops.items()],
+            "casts": [dataclasses.asdict(c) for c in self.casts],
+            "pinned": [
+                dict(zip(("node", "module", "op", "dtype"), p, strict=True)) for p in self.pinned
+            ],
+        }
+
+
+def plan_of(captured: Body, body: Body) -> PrecisionPlan:
+    """The precision plan of a graph.
+
+    Args:
+        captured: the body before the passes.
+        body: the body that runs.
+    """
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    casts, pinned = [], []
+    for node in body.graph.nodes:
+        val = node.meta.get("val")
+        first = val[0] if isinstance(val, (tuple, list)) and val else val
+        if node.op != "call_function" or not isinstance(first, torch.Tensor):
+            continue
+        if not first.is_floating_point() or ops.is_view(node):
+            continue
+        dtype, name = _short(first.dtype), ops.op_name(node.target)
+        if node.target is torch.ops.aten.to.dtype:
+            if node.meta.get("graphopt_rule") == "materialize_autocast":
+                casts.append(_cast(node, first))
+            continue
+        found[name, dtype] += 1
+        if "graphopt_precision" in node.meta:
+            pinned.append((node.name, site_of(node).module, name, dtype))
+    ambient = next(iter(captured.autocast.values()), None)
+    return PrecisionPlan(
+        None if ambient is None else _short(ambient),
+        dict(sorted(found.items())),
+        tuple(casts),
+        tuple(pinned),
+    )
+
+
+def _cast(node: fx.Node, val: torch.Tensor) -> Cast:
+    from graphopt.graph.facts import concrete
+
+    source = node.all_input_nodes[0]
+    moved = concrete(val.numel()) * (val.element_size() + source.meta["val"].element_size())
+    weight = source.op == "get_attr"
+    label = str(source.target) if weight else source.name
+    return Cast(node.name, label, site_of(node).module, weight, _short(val.dtype), moved)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
