@@ -12,6 +12,7 @@ from graphopt.graph.body import Body, copy_graph
 from graphopt.graph.edit import Editor
 from graphopt.graph.record import site_of
 from graphopt.passes.base import Log
+from graphopt.passes.strides import settle
 
 aten = torch.ops.aten
 
@@ -66,6 +67,7 @@ def seed_dropouts(body: Body, rule: str = "seed_dropout") -> int:
             torch.ops.graphopt.dropout.default, x, p, seed, site, before=node, like=node
         )
         editor.replace_uses(node, new)
+        settle(new, node.meta["val"], Editor(body.graph))  # it writes rows, eager keeps the layout
     editor.erase(nodes)
     return len(nodes)
 

@@ -49,6 +49,25 @@ def test_a_view_behind_another_layout_gets_a_copy():
     torch.testing.assert_close(run(result.body, (x,))[0], function(x))
 
 
+def test_what_follows_a_dropout_keeps_its_strides():
+    def function(x):
+        return F.relu(F.dropout(x, 0.5, True))
+
+    x = heads()
+    got = run(run_pipeline(body_of(function, (x,))).body, (x,))[0]
+    assert got.stride() == function(x).stride()
+
+
+def test_a_view_behind_a_dropout_gets_a_copy():
+    def function(x):
+        return F.dropout(x, 0.5, True).transpose(1, 2).view(2, 5, 24) * 2
+
+    x = heads()
+    got = run(run_pipeline(body_of(function, (x,))).body, (x,))[0]
+    kept = got != 0
+    torch.testing.assert_close(got[kept], (x.transpose(1, 2).reshape(2, 5, 24) * 4)[kept])
+
+
 def test_a_rule_that_makes_what_it_matches_ends():
     @rule("fusion", register=False)
     def again(x):
