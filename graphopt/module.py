@@ -219,14 +219,14 @@ class GraphoptModule(fx.GraphModule):
     def graph(self) -> fx.Graph:
         """The graph in force, after the passes."""
         asking = _asking()
-        if asking.startswith("torch.export"):
+        if any(name.startswith(("torch.export", "torch._jit", "torch.jit")) for name in asking):
             raise GraphOptError(
-                "an optimized module cannot be exported",
-                why="torch.export would take its graph for the whole of it: neither what it writes "
-                "back nor the form of its result stands there",
-                try_="torch.export.export(opt.source, ...)",
+                "an optimized module cannot be exported, scripted or traced",
+                why="its graph is not the whole of it: what it writes back and the form of its "
+                "result stand outside",
+                try_="its source: torch.export.export(opt.source, ...)",
             )
-        if self._store.last is None and asking.startswith("torch._dynamo"):
+        if self._store.last is None and asking[0].startswith("torch._dynamo"):
             return fx.Graph()  # it looks at the graph of every GraphModule that it meets
         return self.body.graph
 
@@ -396,9 +396,14 @@ def _prepare_dynamo() -> None:
         )
 
 
-def _asking() -> str:
-    """The name of the module whose code reads the property that calls this."""
-    return str(sys._getframe(2).f_globals.get("__name__", ""))
+def _asking() -> list[str]:
+    """Whose code reads the property that calls this: names of modules, the innermost first."""
+    names: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(names) < 6:
+        names.append(str(frame.f_globals.get("__name__", "")))
+        frame = frame.f_back  # type: ignore[assignment]
+    return names
 
 
 def _rebuild(

@@ -112,7 +112,7 @@ def capture(
     signature = sig.signature_of(module)
     refuse_unfit(module, signature, args, kwargs)
     leaves: list[torch.Tensor] = []
-    inputs = sig.flatten((args, kwargs), leaves)
+    inputs = sig.flatten_arguments(args, kwargs, leaves)
     names = sig.leaf_names(inputs, signature)
     refuse_layouts(module, names, leaves)
     refuse_checkpointing(module)

@@ -88,6 +88,24 @@ def flatten(value: Any, leaves: list[Any], *, results: bool = False) -> Structur
     return _flatten_rare(value, leaves, results)
 
 
+def flatten_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[torch.Tensor]
+) -> Structure:
+    """`flatten` of the arguments of a call.
+
+    Raises:
+        CaptureError: for an argument of an unknown class, or one that holds itself.
+    """
+    try:
+        return flatten((args, kwargs), leaves)
+    except RecursionError:
+        raise CaptureError(
+            "an argument that holds itself, or is nested too deeply",
+            why="its tensors cannot be counted",
+            try_="pass its tensors; or optimize(..., on_error='fallback')",
+        ) from None
+
+
 def _flatten_rare(value: Any, leaves: list[Any], results: bool) -> Structure:
     kind = type(value)
     if results and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
