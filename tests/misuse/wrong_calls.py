@@ -50,6 +50,7 @@ CALLS = [
     called("None", CaptureError, "not NoneType", args=(None,)),
     called("a string", CaptureError, "not str", args=("x",)),
     called("a list", CaptureError, "not list", args=([X],)),
+    called("a list that holds itself", CaptureError, "holds itself", args=(m.endless(),)),
     called("a tuple", CaptureError, "not tuple", args=((X, X),)),
     called("an array", CaptureError, "numpy.ndarray", args=(X.numpy(),)),
     called("a generator", CaptureError, "generator", args=lambda: ((x for x in [X]),)),

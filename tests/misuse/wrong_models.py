@@ -117,6 +117,12 @@ def sharded_in_place() -> nn.Module:
         return fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,)))
 
 
+def endless() -> list[Any]:
+    found: list[Any] = [X]
+    found.append(found)
+    return found
+
+
 class SparseBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

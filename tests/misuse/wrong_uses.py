@@ -213,6 +213,19 @@ MODULE = [
         "a new graph", lambda o: setattr(o, "graph", None), "graph of an optimized module cannot"
     ),
     on_module("new code", lambda o: setattr(o, "code", ""), "code of an optimized module cannot"),
+    on_module(
+        "torch.export of it",
+        lambda o: torch.export.export(o, (X,)),
+        "cannot be exported",
+        "opt.source",
+        model=m.optimized,
+    ),
+    on_module(
+        "torch.jit.trace of it",
+        lambda o: torch.jit.trace(o, X),
+        "cannot be exported, scripted or traced",
+        model=m.optimized,
+    ),
     Use("module", "capture(3)", lambda o: o.capture(3), OptionError, ("type int",), m.optimized),
     Use("module", "capture(x)", lambda o: o.capture(X), OptionError, ("(x,)",), m.optimized),
 ]
