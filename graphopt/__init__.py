@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         VerifyError,
     )
+    from graphopt.precision_check import precision_check
     from graphopt.report.explain import explain
     from graphopt.report.summary import report
 
@@ -54,6 +55,7 @@ __all__ = [
     "diff",
     "explain",
     "optimize",
+    "precision_check",
     "report",
     "testing",
     "verify",
@@ -76,6 +78,7 @@ _HOME = {
     "diff": "graphopt.diff",
     "explain": "graphopt.report.explain",
     "optimize": "graphopt.api",
+    "precision_check": "graphopt.precision_check",
     "report": "graphopt.report.summary",
     "verify": "graphopt.api",
 }

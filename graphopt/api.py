@@ -17,16 +17,20 @@ from graphopt.module import Compiled, GraphoptModule, Settings
 from graphopt.options import (
     DYNAMIC,
     ON_ERROR,
+    PRECISION,
     check_choice,
     check_fit,
     check_inputs,
     check_model,
+    check_overrides,
     check_passes,
     disabled,
     names_checked,
 )
 from graphopt.passes import PassOptions, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.passes.base import Log
+from graphopt.passes.overrides import MarkOverrides
 from graphopt.report.progress import progress
 from graphopt.verify import VerifyResult, verify_body
 
@@ -39,9 +43,13 @@ class PassCompiler:
     """
 
     options: PassOptions = dataclasses.field(default_factory=PassOptions)
+    overrides: tuple[tuple[str, torch.dtype], ...] = ()
 
     def __call__(self, body: Body) -> Compiled:
         """Run the passes over one captured body."""
+        if self.overrides:
+            body = body.copy()
+            MarkOverrides(self.overrides).run(body, Log())
         with progress("passes"):
             result = run_pipeline(body, self.options, leading=(MaterializeAutocast(),))
         return Compiled(result.body, result)
@@ -53,6 +61,8 @@ def optimize(
     example_inputs: torch.Tensor | Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    precision: str | None = None,
+    precision_overrides: Mapping[str, str | torch.dtype] | None = None,
     fuse: bool = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     dynamic: bool | str = "auto",
@@ -71,6 +81,13 @@ def optimize(
         model: the model; it stays usable and is not changed.
         example_inputs: a tensor, or the positional arguments of `forward`.
         example_kwargs: the keyword arguments of `forward`.
+        precision: "bf16" or "fp16": as under `torch.autocast` of that dtype, with the casts written
+            into the graph; "auto": bf16 where the hardware has it, else fp16. The parameters stay
+            as they are. An ambient autocast at a call wins.
+        precision_overrides: pattern -> "fp32", "bf16" or "fp16", for parts that are to run
+            otherwise: a glob of module paths ("encoder.*"), an op ("softmax"), or both
+            ("encoder.*::softmax"). The last pattern that matches decides. Of no effect in a graph
+            without a low precision.
         fuse: whether chains of ops become fused kernels; False leaves the canonical graph.
         rules: "default"; names, globs and minus signs ("default,-rope", "layer_norm*"); or a
             list of these and of your own `Rule` objects.
@@ -100,6 +117,8 @@ def optimize(
     """
     check_model(model)
     args, kwargs = check_inputs(example_inputs, example_kwargs)
+    check_choice("precision", precision, PRECISION)
+    overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
     check_choice("dynamic", dynamic, DYNAMIC)
     check_choice("on_error", on_error, ON_ERROR)
@@ -111,8 +130,8 @@ def optimize(
     if disabled():
         return model  # type: ignore[return-value]
     _say_where_it_runs(model)
-    settings = Settings(dynamic=dynamic, on_error=on_error)
-    opt = GraphoptModule(model, settings, PassCompiler(options))
+    settings = Settings(dynamic=dynamic, on_error=on_error, precision=precision)
+    opt = GraphoptModule(model, settings, PassCompiler(options, overrides))
     if args is not None:
         with progress(f"capture {type(model).__name__}"):
             opt.capture(args, kwargs)

@@ -54,7 +54,9 @@ _OWN = frozenset(
     }
 )
 
-_SHOWN = frozenset({"graph", "code", "rewrites", "refusals", "recaptures", "precision_plan", "entry", "body"})
+_SHOWN = frozenset(
+    {"graph", "code", "rewrites", "refusals", "recaptures", "precision_plan", "entry", "body"}
+)
 """What an optimized module shows and nobody sets."""
 
 _CONTAINER = ("__len__", "__getitem__", "__setitem__", "__iter__", "__contains__", "__reversed__")

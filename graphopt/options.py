@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import functools
 import inspect
 import os
@@ -18,9 +19,11 @@ from graphopt.errors import OptionError, UnsupportedError
 from graphopt.module import GraphoptModule
 from graphopt.passes import REGISTRY, PassOptions, Rule, select_rules
 from graphopt.passes.pipeline import watchers
+from graphopt.precision import LOW
 
 ON_ERROR = ("raise", "fallback")
 DYNAMIC = ("auto", True, False)
+PRECISION = (None, "auto", *LOW)
 
 
 NOT_YET = frozenset(
@@ -29,8 +32,6 @@ NOT_YET = frozenset(
         "cuda_graph",
         "memory_budget",
         "offload",
-        "precision",
-        "precision_overrides",
         "resident_bytes",
         "segments",
     }
@@ -295,6 +296,58 @@ def _check_patterns(rule: Rule) -> None:
             f"{rule.functions[0].__code__.co_firstlineno} in {rule.name}",
             try_="a function that calls torch.ops.aten.* on its parameters and returns the result",
         ) from error
+
+
+_DTYPES: dict[Any, torch.dtype] = {"fp32": torch.float32, **LOW}
+_DTYPES |= {dtype: dtype for dtype in (*_DTYPES.values(),)}
+
+
+def check_overrides(model: nn.Module, given: Any) -> tuple[tuple[str, torch.dtype], ...]:
+    """The precision overrides as (pattern, dtype) pairs.
+
+    Raises:
+        OptionError: for a wrong type, an unknown precision, or a pattern that names neither a
+            module of the model nor an op.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"precision_overrides is of type {type(given).__name__}",
+            try_="a dict of patterns, such as {'encoder.*': 'fp32'}",
+        )
+    found = []
+    for pattern, precision in given.items():
+        if not isinstance(pattern, str):
+            raise OptionError(
+                f"precision_overrides has the key {pattern!r}", try_="a module path, glob or op"
+            )
+        dtype = _DTYPES.get(precision) if isinstance(precision, (str, torch.dtype)) else None
+        if dtype is None:
+            raise OptionError(
+                f"precision_overrides[{pattern!r}] is {precision!r}", try_="'fp32', 'bf16', 'fp16'"
+            )
+        _check_pattern(model, pattern)
+        found.append((pattern, dtype))
+    return tuple(found)
+
+
+def _check_pattern(model: nn.Module, pattern: str) -> None:
+    path, both, op = pattern.partition("::")
+    paths = [name for name, _ in model.named_modules()]
+    is_path = any(fnmatch.fnmatchcase(p, path) for p in paths)
+    is_op = any(
+        fnmatch.fnmatchcase(n, op if both else path)
+        for o in dir(torch.ops.aten)
+        for n in (o, f"aten.{o}")
+    )
+    if (is_path and is_op) if both else (is_path or is_op or path.count(".") == 2):
+        return
+    near = difflib.get_close_matches(path, paths, n=1)
+    raise OptionError(
+        f"precision_overrides: {pattern!r} names neither a module nor an op",
+        try_=repr(near[0]) if near else "a path of model.named_modules(), or an op as 'softmax'",
+    )
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

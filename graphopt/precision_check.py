@@ -231,7 +231,7 @@ class _Pair:
         twins = self.twins
         for node, twin in twins.items():
             if node.op == "output":
-                pairs = zip(node.args[0], twin.args[0], strict=True)  # type: ignore[arg-type]
+                pairs = zip(node.args[0], twin.args[0], strict=True)
                 self.results = [
                     (self.env[a], self.env64[b]) for a, b in pairs if isinstance(a, fx.Node)
                 ]

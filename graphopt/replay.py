@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from graphopt.graph.body import CONSTANTS, Body, copy_graph
 from graphopt.graph.float64 import DOUBLE
 from graphopt.graph.ops import is_view
+from graphopt.passes.overrides import MARK, widens
 
 SEED = 20_011
 """Value of every `draw_seed` and of the forked generators, unless told otherwise."""
@@ -247,7 +248,7 @@ def _run(
     watch: Watch | None,
     autocast: Mapping[str, torch.dtype],
 ) -> tuple[Any, ...]:
-    last = _last_uses(graph)
+    last = last_uses(graph)
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
     for node in graph.nodes:
@@ -265,10 +266,7 @@ def _run(
         elif is_draw_seed(node):
             env[node] = torch.tensor(seed, dtype=torch.int64, device=node.args[0])
         else:
-            args = map_aggregate(node.args, lambda a: _load(env, a))
-            kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
-            with _inner_autocast(node, autocast):
-                env[node] = node.target(*args, **kwargs)
+            env[node] = compute(node, env, autocast)
             if drawn is not None and is_random(node):
                 drawn[node.name] = tree_map(_detached, env[node])
         if watch is not None and node.name in watch.names:
@@ -278,6 +276,22 @@ def _run(
     raise ValueError("the graph has no output node")
 
 
+def compute(node: fx.Node, env: Mapping[fx.Node, Any], autocast: Mapping[str, torch.dtype]) -> Any:
+    """The value of a call whose operands are known.
+
+    Args:
+        node: a `call_function`.
+        env: the values of its operands.
+        autocast: the ambient autocast in which the call stands, which its marks may change.
+    """
+    args = map_aggregate(node.args, lambda a: _load(env, a))
+    kwargs = map_aggregate(node.kwargs, lambda a: _load(env, a))
+    if autocast and widens(node):
+        args, kwargs = tree_map(_widened, (args, kwargs))
+    with _inner_autocast(node, autocast):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def _inner_autocast(
     node: fx.Node, ambient: Mapping[str, torch.dtype]
 ) -> contextlib.AbstractContextManager[Any]:
@@ -285,10 +299,18 @@ def _inner_autocast(
     if not ambient:
         return contextlib.nullcontext()
     kind = next(iter(ambient))
-    if node.meta.get("graphopt_precision_fixed"):
+    inner = node.meta.get(MARK)
+    if inner is None:
+        fixed = node.meta.get("graphopt_precision_fixed")
+        inner = torch.float32 if fixed else node.meta.get("graphopt_autocast")
+    if inner == torch.float32:
         return torch.autocast(kind, enabled=False)
-    inner = node.meta.get("graphopt_autocast")
     return contextlib.nullcontext() if inner is None else torch.autocast(kind, inner)
+
+
+def _widened(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
 
 
 def _load(env: Mapping[fx.Node, Any], a: Any) -> Any:
@@ -331,7 +353,7 @@ def constant_values(graph: fx.Graph, attribute: Callable[[str], Any]) -> dict[st
     }
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nothing needs after it."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}

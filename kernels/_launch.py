@@ -150,17 +150,17 @@ def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Rows(NamedTuple):
-    """A tensor seen as [count, cols], cols contiguous.
+    """A tensor seen as [rows, cols], cols contiguous.
 
     Args:
         tensor: the tensor, or a contiguous copy of it.
-        count: rows, the product of all dimensions but the last.
+        rows: how many, the product of all dimensions but the last.
         cols: elements of the last dimension.
         stride: elements from one row to the next; 0 if all rows are one.
     """
 
     tensor: torch.Tensor
-    count: int
+    rows: int
     cols: int
     stride: int
 

@@ -133,18 +133,18 @@ def forward(
         y, total if other else None, None if rms else mean, rstd,
     )  # fmt: skip
     align, strides = _aligned(view.stride, other.stride if other else 0)
-    scalars = (view.count, *strides, site, limit, factor, float(eps), float(weight_offset), align)
+    scalars = (view.rows, *strides, site, limit, factor, float(eps), float(weight_offset), align)
     flags = {
         "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops,
         "ACT": activation, "FAST": _is_short(y.dtype),
     }  # fmt: skip
     with on_device(x):
         if block > FORWARD[-1].block:
-            wide.norm_fwd_wide[(view.count,)](
+            wide.norm_fwd_wide[(view.rows,)](
                 *pointers, *scalars, N=view.cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps
             )
             return
-        line, programs = _tile(FORWARD, (x, residual), view.count, block)
+        line, programs = _tile(FORWARD, (x, residual), view.rows, block)
         limit_registers = x.is_cuda and drops and residual is None and block in DROPOUT_REGISTERS
         options = {"maxnreg": DROPOUT_REGISTERS[block]} if limit_registers else {}
         kernels.norm_fwd[(programs,)](
@@ -168,7 +168,7 @@ def backward(
     dx, dres, dw, db = outputs
     view, grad = row_view(x), row_view(dy)
     extra = row_view(dsum) if dsum is not None else None
-    rows, cols = view.count, view.cols
+    rows, cols = view.rows, view.cols
     seed, limit, factor, drops = _dropout(dropout_p, seed, x.device)
     operands = (_vector(weight), _vector(bias), None if rms else mean, rstd, seed)
     align, strides = _aligned(grad.stride, extra.stride if extra else 0, view.stride)

@@ -121,13 +121,13 @@ class Tiling(NamedTuple):
     """How a pointwise kernel cuts [count, cols] into tiles.
 
     Args:
-        count: rows.
+        rows: how many rows there are.
         cols: columns.
         rows_a_tile: rows of a tile, a power of two.
         cols_a_tile: columns of a tile, a power of two of at least 8.
     """
 
-    count: int
+    rows: int
     cols: int
     rows_a_tile: int
     cols_a_tile: int
@@ -140,7 +140,7 @@ class Tiling(NamedTuple):
     @property
     def down(self) -> int:
         """Tiles one below the other."""
-        return -(-self.count // self.rows_a_tile)
+        return -(-self.rows // self.rows_a_tile)
 
 
 # Values a tile. 1024 columns of a 16-bit dtype are one 128-bit access for each thread of 4 warps;
@@ -162,7 +162,7 @@ def tile(count: int, cols: int, values: int) -> Tiling:
 
     Example:
         >>> tile(16384, 4096, 4096)
-        Tiling(count=16384, cols=4096, rows_a_tile=4, cols_a_tile=1024)
+        Tiling(rows=16384, cols=4096, rows_a_tile=4, cols_a_tile=1024)
         >>> tile(16384, 17, 4096).rows_a_tile
         128
     """
@@ -183,7 +183,7 @@ def lay_out(*tensors: torch.Tensor, flat: bool) -> tuple[list[Rows], int, int]:
         flat: the kernel does not need to know the columns.
     """
     views = [row_view(t) for t in tensors]
-    count, cols = views[0].count, views[0].cols
+    count, cols = views[0].rows, views[0].cols
     if flat and count > 1 and all(v.stride == cols for v in views):
         total = count * cols
         return [Rows(v.tensor, 1, total, total) for v in views], 1, total

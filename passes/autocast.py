@@ -44,11 +44,11 @@ from graphopt.passes.observe import (
     observe,
     with_dtype,
 )
+from graphopt.passes.overrides import EXPLICIT, MARK, widens
 
 aten = torch.ops.aten
 
-EXPLICIT = {"aten::to", "aten::_to_copy", "aten::type_as", "aten::detach", "aten::alias"}
-"""Ops that are casts, or nothing: what the user wrote stays as it is."""
+_BF16, _FP16 = (torch.bfloat16,), (torch.float16,)
 
 MAX_DEPTH = 4
 """How deep composites are opened one inside another."""
@@ -132,6 +132,9 @@ class _Writer:
 
     def write(self, node: fx.Node, depth: int) -> None:
         """Write the casts of one call, and correct its metadata where it was captured without."""
+        if widens(node):
+            self._pin(node)
+            return
         region = self._region(node)
         if region is None:
             self._refresh(node, None)
@@ -159,16 +162,33 @@ class _Writer:
         An inner region's mark names no device type: it is that of the ambient one.
         """
         schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.name in EXPLICIT or node.meta.get("graphopt_precision_fixed"):
+        fixed = MARK not in node.meta and node.meta.get("graphopt_precision_fixed")
+        if schema is None or schema.name in EXPLICIT or fixed:
             return None
         for source in node.all_input_nodes:
             val = source.meta.get("val")
             if isinstance(val, torch.Tensor) and val.is_floating_point():
                 kind = val.device.type
-                dtype = node.meta.get("graphopt_autocast") or self.body.autocast.get(kind)
+                dtype = node.meta.get(MARK) or node.meta.get("graphopt_autocast")
+                dtype = dtype or self.body.autocast.get(kind)
                 if dtype is not None:
                     return kind, dtype
         return None
+
+    def _pin(self, node: fx.Node) -> None:
+        """Let a call run in float32, as an override asks: widen its low-precision operands."""
+        flat, _ = tree_flatten((node.args, dict(node.kwargs)))
+        low = [
+            i
+            for i, a in enumerate(flat)
+            if isinstance(a, fx.Node) and dtypes_of(a.meta["val"]) in (_BF16, _FP16)
+        ]
+        self._rewrite(node, Observation(dict.fromkeys(low, torch.float32), None, ()))
+        before = dtypes_of(node.meta.get("val"))
+        with casting(self.kind, None):
+            node.meta["val"] = fake_value(node)
+        if dtypes_of(node.meta["val"]) != before:
+            self.recast.add(node)
 
     def _observe(
         self, node: fx.Node, args: Any, kwargs: Any, kind: str, dtype: torch.dtype

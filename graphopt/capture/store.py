@@ -35,10 +35,12 @@ class Settings:
         on_error: "raise" a `CaptureError`, or "fallback": warn once and run the source.
         recapture_limit: graphs that one argument may ask for before a warning names it and the
             oldest are dropped.
+        precision: "bf16", "fp16", "auto" or None: the autocast of calls that stand in none.
     """
 
     dynamic: bool | str = "auto"
     on_error: str = "raise"
+    precision: str | None = None
     recapture_limit: int = 8
 
 

@@ -18,7 +18,12 @@ from graphopt.graph.facts import tensors_of
 from graphopt.graph.record import site_of
 
 PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
-MARKS = ("graphopt_precision_fixed", "graphopt_autocast", "graphopt_no_grad")
+MARKS = (
+    "graphopt_precision_fixed",
+    "graphopt_autocast",
+    "graphopt_precision",
+    "graphopt_no_grad",
+)
 
 
 @dataclasses.dataclass

@@ -73,13 +73,13 @@ def test_row_view_sees_the_same_values(shape, order, halve):
     tensor = base.permute([i for i in order if i < len(shape)])
     rows = _launch.row_view(tensor)
     seen = rows.tensor.as_strided(
-        (rows.count, rows.cols), (rows.stride, 1), rows.tensor.storage_offset()
+        (rows.rows, rows.cols), (rows.stride, 1), rows.tensor.storage_offset()
     )
     assert torch.equal(seen, tensor.reshape(-1, tensor.shape[-1]))
 
 
 def test_row_view_of_a_scalar_and_of_broadcast_rows():
-    assert _launch.row_view(torch.ones(())).count == 1
+    assert _launch.row_view(torch.ones(())).rows == 1
     assert _launch.row_view(torch.ones(5).expand(2, 3, 5)).stride == 0
 
 

@@ -1,6 +1,6 @@
 """Print the zoo beside the error contract: model x (mode, shape) -> errors, rewrites, seconds.
 
-python tests/models/table.py [model ...] [--autocast] [--device cuda] [--verify]
+python tests/models/table.py [model ...] [--autocast [bf16|fp16]] [--device cuda] [--verify]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contract import judge, optimized
 from zoo import SHAPES, ZOO
 
 import graphopt
+from graphopt.precision import LOW
 
 
 def rows(name: str, device: str, autocast: torch.dtype | None, prove: bool) -> bool:
@@ -50,11 +51,13 @@ def main() -> int:
     """Print the table; 1 when a row is outside the contract."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help="default: all")
-    parser.add_argument("--autocast", action="store_true", help="under bfloat16 autocast")
+    parser.add_argument(
+        "--autocast", nargs="?", const="bf16", choices=LOW, help="under autocast; bf16 if not named"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--verify", action="store_true", help="prove every rewrite, too")
     options = parser.parse_args()
-    autocast = torch.bfloat16 if options.autocast else None
+    autocast = LOW.get(options.autocast)
     head = ("geo.mean", "worst", "rewrites", "seconds")
     print(
         f"{'model':10s} {'mode':6s} shape {head[0]:>9s} {head[1]:>7s} {head[2]:>9s} {head[3]:>8s}"
