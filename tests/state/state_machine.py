@@ -7,15 +7,18 @@ run and the parameters must stay equal to the last bit, whatever the optimizer d
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from hypothesis.stateful import rule as hypothesis_rule
 from state_models import Inputs, Subject
 from torch import nn
 
@@ -34,6 +37,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.05, eps=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.05, eps=1e-2, fused=True),
 }
+
+
+def rule(**strategies: Any) -> Callable[[Callable[..., None]], Any]:
+    """A rule of the machine whose runs are counted."""
+
+    def decorate(step: Callable[..., None]) -> Any:
+        @functools.wraps(step)
+        def counted(self: Twins, **drawn: Any) -> None:
+            self.counts[step.__name__] += 1
+            step(self, **drawn)
+
+        return hypothesis_rule(**strategies)(counted)
+
+    return decorate
 
 
 def double_result(module: nn.Module, args: Any, result: Any) -> Any:
@@ -74,6 +91,7 @@ class Twins(RuleBasedStateMachine):
     """The machine; a subclass names the subject."""
 
     subject: Subject
+    counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
     @initialize(dtype=st.sampled_from([torch.float32, torch.float64]), attached=st.booleans())
     def start(self, dtype: torch.dtype, attached: bool) -> None:
@@ -246,17 +264,27 @@ class Twins(RuleBasedStateMachine):
         try:
             with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
                 results = self.forward(self.batch(shape, seed))
-            self.same_state()
             if grad and all(t.requires_grad for r in results for t in tensors(r)[:1]):
                 found = []
                 for module, result in zip((self.eager, self.twin), results, strict=True):
                     wrt = [p for p in module.parameters() if p.requires_grad]
                     found.append(torch.autograd.grad(loss_of(result), wrt, allow_unused=True))
                 self.same_gradients("gradient under autocast", *map(list, found))
+            self.same_state()
         finally:
             self.autocast = False
 
     # ---- training
+
+    @rule(shape=SHAPES, seed=SEEDS)
+    def train_step(self, shape: int, seed: int) -> None:
+        """As a training loop has it: forward, backward, optimizer step, gradients to None."""
+        for result in self.forward(self.batch(shape, seed)):
+            loss_of(result).backward()
+        self.same_state()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     @rule()
     def optimizer_step(self) -> None:

@@ -1,6 +1,7 @@
 """The state machine over six models: short and always the same in CI, as long as you like by hand.
 
 GRAPHOPT_STATE_EXAMPLES=300 GRAPHOPT_STATE_STEPS=40 pytest tests/state -q
+python tests/state/run.py --examples 300 --steps 40     the same, with counts of what was done
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def script(m: Checked) -> None:
     m.under_autocast(0, 7, grad=False)
     m.to_dtype(torch.float64, through_source=False)
     m.step(0, 8, requires_grad=False)
+    m.train_step(1, 9)
     m.optimizer_step()
 
 
