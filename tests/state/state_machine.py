@@ -44,9 +44,9 @@ def rule(**strategies: Any) -> Callable[[Callable[..., None]], Any]:
 
     def decorate(step: Callable[..., None]) -> Any:
         @functools.wraps(step)
-        def counted(self: Twins, **drawn: Any) -> None:
+        def counted(self: Twins, *given: Any, **drawn: Any) -> None:
             self.counts[step.__name__] += 1
-            step(self, **drawn)
+            step(self, *given, **drawn)
 
         return hypothesis_rule(**strategies)(counted)
 
