@@ -184,7 +184,7 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
                     return gradient.backward(ctx.saved_tensors, ctx.kept, needs, grads)
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 results = gradient.backward(ctx.saved_tensors, ctx.kept, needs, grads)
-            return _once(name, results)
+            return _once(name, results, (*ctx.saved_tensors, *grads))
 
     Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"
     return Fused
@@ -194,9 +194,9 @@ class _Once(torch.autograd.Function):
     """Passes gradients through; refuses to be differentiated itself."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.name = name
-        return tuple(g.detach() for g in grads)
+        return tuple(g.detach() for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -207,15 +207,19 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _once(name: str, results: Args) -> Args:
+def _once(name: str, results: Args, sources: Args) -> Args:
     """Gradients made under create_graph=True: usable, but an error when differentiated again.
 
     torch's own ``once_differentiable`` looks only at the incoming gradients, so a gradient penalty
-    on ``y.sum()`` would be silently constant there; here every result carries the refusal.
+    on ``y.sum()`` would be silently constant there; here every result carries the refusal. It hangs
+    on what the gradients were computed from, too: ``autograd.grad(..., allow_unused=True)`` walks
+    only towards the tensors that it is asked for, and would find nothing on the way to a weight.
     """
     there = [i for i, g in enumerate(results) if g is not None]
     with torch.enable_grad():
-        marked = _Once.apply(name, *(results[i].detach().requires_grad_() for i in there))
+        made = [results[i].detach().requires_grad_() for i in there]
+        behind = [t for t in sources if t is not None and t.requires_grad]
+        marked = _Once.apply(name, len(made), *made, *behind)
     merged = list(results)
     for i, g in zip(there, marked, strict=True):
         merged[i] = g

@@ -13,7 +13,7 @@ from use import Use
 from wrong_models import X
 
 import graphopt
-from graphopt import CaptureError, GraphOptError, OptionError, PassError
+from graphopt import CaptureError, GraphOptError, OptionError, PassError, UnsupportedError
 
 aten = torch.ops.aten
 
@@ -37,7 +37,25 @@ def called(
     return Use("call", name, call, expect, words, model, eager=own)
 
 
+def second_derivative(source: Any, **options: Any) -> object:
+    opt, weight = graphopt.optimize(source), source[0].weight
+    (gradient,) = torch.autograd.grad(opt(X).square().sum(), weight, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), weight, **options)
+
+
+TWICE = [
+    Use("call", name, call, UnsupportedError, ("double backward of graphopt::", "fuse=False"))
+    for name, call in (
+        ("a gradient of a gradient", second_derivative),
+        (
+            "a gradient of a gradient that may be missing",
+            lambda o: second_derivative(o, allow_unused=True),
+        ),
+    )
+]
+
 CALLS = [
+    *TWICE,
     called("too few", TypeError, "forward() missing 1 required", args=()),
     called("too many", TypeError, "takes 2 positional arguments but 3 were given", args=(X, X)),
     called("an unknown name", TypeError, "unexpected keyword", "'mask'", kwargs={"mask": X}),
