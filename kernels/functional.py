@@ -137,8 +137,9 @@ def fold_batch_norm(
         transposed: the layer is a transposed convolution.
 
     Returns:
-        (weight, bias), both of the weight's dtype; computed in float32, or float64 if an argument
-        is.
+        (weight, bias), both of the weight's dtype; scale and shift are computed in float64 (one
+        value for each channel: their error would be that of a whole channel), the weight in
+        float32, or float64 if an argument is.
 
     Raises:
         OptionError: the statistics are not one value for each output channel.
@@ -155,14 +156,15 @@ def fold_batch_norm(
             why="each output channel has its own scale and shift",
         )
     compute = arithmetic(weight, bias, gamma, beta, mean, var)
-    scale = torch.rsqrt(var.to(compute) + eps)
+    exact = compute if weight.device.type == "mps" else torch.float64  # which has no float64
+    scale = torch.rsqrt(var.to(exact) + eps)
     scale = scale if gamma is None else scale * gamma
-    shift = -mean if bias is None else bias.to(compute) - mean
+    shift = -mean.to(exact) if bias is None else bias.to(exact) - mean
     shift = shift * scale
     shift = shift if beta is None else shift + beta
     shape = [1] * weight.dim()
     shape[1 if transposed else 0] = -1
-    folded = weight.to(compute) * scale.reshape(shape)
+    folded = weight.to(compute) * scale.to(compute).reshape(shape)
     return folded.to(weight.dtype), shift.to(weight.dtype)
 
 

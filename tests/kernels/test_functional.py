@@ -166,3 +166,26 @@ def test_symbolic_shapes_forward_and_backward(name):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             torch.testing.assert_close(ours, theirs)
+
+
+def test_a_folded_convolution_is_no_further_from_float64_than_eager() -> None:
+    """With scale and shift in float32 the mean ratio of the errors is 1.05 here."""
+    generator = torch.Generator().manual_seed(0)
+    logs = []
+    for _ in range(100):
+        x = torch.randn(2, 8, 12, 12, generator=generator)
+        weight = torch.randn(8, 8, 1, 1, generator=generator)
+        gamma, var = (torch.rand(8, generator=generator) + 0.5 for _ in range(2))
+        beta, mean = (torch.randn(8, generator=generator) for _ in range(2))
+
+        def eager(dtype: torch.dtype, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            x, weight, gamma, var, beta, mean = (t.to(dtype) for t in given)
+            y = F.conv2d(x, weight)
+            return F.batch_norm(y, mean, var, gamma, beta, False, 0.0, 1e-5)
+
+        given = (x, weight, gamma, var, beta, mean)
+        exact = eager(torch.float64, given)
+        folded = F.conv2d(x, *G.fold_batch_norm(weight, None, gamma, beta, mean, var, 1e-5))
+        errors = [(y.double() - exact).norm() for y in (folded, eager(torch.float32, given))]
+        logs.append((errors[0] / errors[1]).log())
+    assert torch.stack(logs).mean().exp() < 1.0
