@@ -17,7 +17,7 @@ from graphopt.graph.text import base_name, identifier, results_of, state_text, s
 from graphopt.options import names_checked
 from graphopt.report.fold import fold, fold_text
 from graphopt.report.subject import subject_of
-from graphopt.report.view import Code, Part, html_fragment, html_page, plain, wrap
+from graphopt.report.view import Code, Part, html_fragment, html_page, plain
 
 SCHEMA = "graphopt.diff/1"
 """Name and version of the JSON: the number rises when a key goes or changes its meaning."""
@@ -120,7 +120,7 @@ class DiffResult:
         if not self.changed:
             parts.append("nothing changed")
         if self.unchanged:
-            parts.append(wrap(f"unchanged: {fold_text(self.unchanged, limit=40)}"))
+            parts.append(f"unchanged: {fold_text(self.unchanged, limit=40)}")
         return parts
 
     def __repr__(self) -> str:

@@ -147,7 +147,10 @@ def env(arguments: argparse.Namespace) -> bool:
     from graphopt.env import describe
 
     environment = describe()
-    _show(arguments, environment.to_dict(), [str(environment)])
+    if arguments.json:
+        _print_json(environment.to_dict())
+    else:
+        print(environment)  # a list of one a line, not to be wrapped
     return True
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphopt.graph.record import RewriteRecord
 from graphopt.report.table import Table
-from graphopt.report.view import Code, Part, html_fragment, plain, wrap
+from graphopt.report.view import Code, Part, html_fragment, plain
 from graphopt.verdict import Check
 
 SCHEMA = "graphopt.bisect/1"
@@ -99,7 +99,7 @@ class Culprit:
             lines.append(f"  found with {', '.join(self.without)} left out")
         if self.alone is not None:
             lines.append(f"  replayed alone, {self.verdict_alone}")
-        parts: list[Part] = ["\n".join(wrap(line) for line in lines if line.strip())]
+        parts: list[Part] = ["\n".join(line for line in lines if line.strip())]
         if self.change:
             return [*parts, Code(self.change, "what it changed:", diff=True)]
         parts.append(Code(self.reference, "what was there:"))

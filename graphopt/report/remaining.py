@@ -198,12 +198,11 @@ class _Why:
             return near
         ends = [r.name for r in self.rules if any(node.target in p.targets for p in r.patterns)]
         if ends:
-            verb = "ends" if len(ends) == 1 else "end"
-            return f"{_listed(ends)} {verb} in this op; here it follows {_sources(node)}"
+            return f"fused only at the end of {_listed(ends)}; here it follows {_sources(node)}"
         known = list(self.inside.get(node.target, ()))
         if known:
-            return f"taken only inside a longer chain ({_listed(known)})"
-        return "no rule has this op"
+            return f"fused only inside {_listed(known)}"
+        return "no rule fuses it"
 
     def _nearest(self, node: fx.Node) -> str:
         """The rule that matched most of itself at this op, "" where none matched two ops."""
@@ -239,9 +238,9 @@ def _sources(node: fx.Node) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first three names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    """The first three names: "a", "a or b", "a, b, c or 2 more"."""
+    words = [*names[:3], f"{len(names) - 3} more"] if len(names) > 3 else list(names)
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _targets(graph: fx.Graph) -> set[Any]:

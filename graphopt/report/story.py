@@ -10,7 +10,7 @@ from graphopt.report.proof import folded_notes, proof_table, proof_text
 from graphopt.report.remaining import remaining_table
 from graphopt.report.rules import op_count, reason_table
 from graphopt.report.table import Table, percent, size
-from graphopt.report.view import Code, Heading, Part, wrap
+from graphopt.report.view import Code, Heading, Part
 
 if TYPE_CHECKING:
     from graphopt.report.summary import ModuleSummary, Report
@@ -39,6 +39,7 @@ def story(made: Report, *, stable: bool) -> list[Part]:
     """
     parts: list[Part] = [
         f"graphopt report: {made.model}, {made.mode}, {', '.join(made.inputs)}",
+        in_short(made),
         Heading("1. What became faster"),
         *_faster(made, stable=stable),
         Heading("2. Why not the rest"),
@@ -49,6 +50,27 @@ def story(made: Report, *, stable: bool) -> list[Part]:
         *_made(made, stable=stable),
     ]
     return parts if stable else [*parts, Code(made.code, "The optimized graph (opt.code):")]
+
+
+def in_short(made: Report) -> str:
+    """The three answers in three lines."""
+    t, left = made.totals, made.remaining
+    faster = "nothing was rewritten"
+    if made.rewrites:
+        less = 1 - t.bytes_after / max(t.bytes_before, 1)
+        faster = (
+            f"{len(made.rewrites)} rewrites; {t.ops_before} ops -> {t.ops_after}, bytes moved in a "
+            f"forward {size(t.bytes_before)} -> {size(t.bytes_after)} ({percent(less)})"
+        )
+    rest = "all of it is fused kernels and matrix products"
+    if left:
+        share = 100 * left[0].bytes / max(t.bytes_after, 1)
+        rest = f"the most is moved by {left[0].op}, {share:.0f}% of the bytes: {left[0].why}"
+    proof = made.verification
+    right = "not checked here, see 3."
+    if proof is not None:
+        right = "yes, proved against float64" if proof.passed else "NO, see 3."
+    return f"  - faster: {faster}\n  - the rest: {rest}\n  - still right: {right}"
 
 
 def _faster(made: Report, *, stable: bool) -> list[Part]:
@@ -65,15 +87,15 @@ def _faster(made: Report, *, stable: bool) -> list[Part]:
         f"{size(t.bytes_after)} ({percent(less)}).  Matrix products, convolutions and "
         f"attention: {flops}."
     )
-    parts: list[Part] = [wrap(summary)]
+    parts: list[Part] = [summary]
     if not made.rewrites:
         parts.append("Nothing: no rule found anything to rewrite. Section 2 says why.")
     if made.rewrites:
         parts += [_rule_table(made), _meanings(made)]
     if local:
         parts += ["By module, in the order of the forward:", _module_table(made.modules)]
-    here = [] if stable else [wrap(f"On this machine: {made.kernels}.")]
-    return [*parts, wrap(COUNTED), *here]
+    here = [] if stable else [f"On this machine: {made.kernels}."]
+    return [*parts, COUNTED, *here]
 
 
 def _rule_table(made: Report) -> Table:
@@ -96,7 +118,7 @@ def _meanings(made: Report) -> str:
     docs = {r.name: r.doc.split("\n")[0] for r in all_rules()}
     does = {**PASSES, **docs}
     fired = [r.rule for r in made.rules if r.fired]
-    return "\n".join(wrap(f"  {rule}: {does.get(rule, 'a rule of your own')}") for rule in fired)
+    return "\n".join(f"  {rule}: {does.get(rule, 'a rule of your own')}" for rule in fired)
 
 
 def _module_table(modules: Sequence[ModuleSummary]) -> Table:
@@ -115,10 +137,8 @@ def _module_table(modules: Sequence[ModuleSummary]) -> Table:
 
 def _rest(made: Report) -> list[Part]:
     parts: list[Part] = [
-        wrap(
-            f"{made.shares} Fused kernels are graphopt's; matrix products, convolutions and "
-            "attention are tuned library kernels already and stay as they are."
-        )
+        f"{made.shares} Fused kernels are graphopt's; matrix products, convolutions and attention "
+        "are tuned library kernels already and stay as they are."
     ]
     if made.remaining:
         parts += ["The other ops, those that move most first:", remaining_table(made.remaining)]
@@ -153,11 +173,11 @@ def _right(made: Report, *, stable: bool) -> list[Part]:
     if stable:
         rows = tuple((row[0], row[1], row[-1]) for row in table.rows)
         table = Table(("rule", "right", "where"), rows, right=("right",))
-    parts: list[Part] = [wrap(verdict), table]
+    parts: list[Part] = [verdict, table]
     if not found.passed:
         parts.append(proof_text(found))
     if found.notes:
-        parts.append("\n".join(wrap(f"note: {note}") for note in folded_notes(found.notes)))
+        parts.append("\n".join(f"note: {note}" for note in folded_notes(found.notes)))
     return parts
 
 
@@ -175,12 +195,12 @@ def _made(made: Report, *, stable: bool) -> list[Part]:
         header, rows = header[:3], [row[:3] for row in rows]  # type: ignore[misc]
     parts.append(Table(header, tuple(rows), right=header[1:]))
     if made.recaptures:
-        parts.append("Captured again:\n" + "\n".join(wrap(f"  - {text}") for text in _folded(made)))
+        parts.append("Captured again:\n" + "\n".join(f"  - {text}" for text in _folded(made)))
     else:
         parts.append("Captured once.")
     if not stable:
         versions = ", ".join(f"{k} {v}" for k, v in made.versions.items() if v)
-        parts.append(wrap(versions))
+        parts.append(versions)
     return parts
 
 

@@ -66,7 +66,7 @@ def _plain(part: Part) -> str:
     if isinstance(part, Code):
         body = "\n".join(f"    {line}".rstrip() for line in part.text.rstrip("\n").split("\n"))
         return f"{part.title}\n{body}" if part.title else body
-    return str(part)
+    return str(part) if isinstance(part, Table) else "\n".join(map(wrap, part.split("\n")))
 
 
 def wrap(line: str) -> str:
