@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import math
 import platform
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,20 +31,18 @@ from graphopt.capture import signature as sig
 from graphopt.errors import OptionError
 from graphopt.graph.text import type_text
 from graphopt.options import (
-    DYNAMIC,
     check_choice,
     check_fit,
     check_inputs,
     check_model,
     check_names,
-    check_passes,
     disabled,
 )
 from graphopt.report.progress import progress
 
 KNOWN = ("eager", "compile")
-OPTIONS = ("fuse", "rules", "dynamic", "max_rewrites")
-"""Options of `optimize` that `bench` hands on."""
+NOT_HANDED_ON = ("verify", "on_error")
+"""Options of `optimize` that `bench` does not take."""
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -104,7 +103,7 @@ def bench(
         copy: False measures the model itself and not a copy, for a model that is too large to
             stand in memory twice; its gradients, buffers and modes are set back afterwards.
         profile: whether to tell where the time goes, by kernel.
-        **options: `fuse`, `rules`, `dynamic`, `max_rewrites` of `optimize`.
+        **options: those of `optimize`, without `verify` and `on_error`.
 
     Returns:
         The figures; printing them shows two tables. Milliseconds are medians, by CUDA events on a
@@ -126,7 +125,7 @@ def bench(
     args, kwargs = _inputs(inputs, example_kwargs)
     check_fit(model, args, kwargs)
     others = _variants(against)
-    optimizing = _options(options)
+    _options(model, options)
     _numbers(seconds, rounds, warmup)
     _choices(train, loss_fn, optimizer, copy, profile)
     device = _device(model, args, kwargs)
@@ -155,7 +154,7 @@ def bench(
         plan.drop_gradients()
         _try_eager(subject, plan, rng)
         variants = [
-            _variant(name, call, subject, foreign, optimizing)
+            _variant(name, call, subject, foreign, options)
             for name, call in {**others, "graphopt": "graphopt"}.items()
         ]
         say = stack.enter_context(progress("bench"))
@@ -301,12 +300,15 @@ def _variants(against: Any) -> dict[str, Any]:
     return found
 
 
-def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    check_names("bench", options, (*inspect.signature(bench).parameters, *OPTIONS))
-    found = dict(options)
-    check_passes(found.get("fuse", True), found.get("rules", "default"), found.get("max_rewrites"))
-    check_choice("dynamic", found.get("dynamic", "auto"), DYNAMIC)
-    return found
+def _options(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Check the options of `optimize`, as it does itself; without inputs it captures nothing."""
+    own = [n for n, p in inspect.signature(bench).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    of_optimize = inspect.signature(optimize).parameters.values()
+    handed_on = [p.name for p in of_optimize if p.kind is p.KEYWORD_ONLY]
+    check_names("bench", options, [*own, *(n for n in handed_on if n not in NOT_HANDED_ON)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimize(model, **options)
 
 
 def _numbers(seconds: Any, rounds: Any, warmup: Any) -> None:

@@ -19,6 +19,7 @@ from graphopt.bench.result import DeviceTime, Row
 from graphopt.bench.step import Plan, Rng, Step, first_step
 from graphopt.bench.trace import device_time, host_time, peak_allocated, record, synchronize
 from graphopt.errors import GraphoptWarning
+from graphopt.module import GraphoptModule
 
 MOST_STEPS = 1000
 """Steps in one turn at most."""
@@ -132,6 +133,8 @@ class Bench:
                 step()
             synchronize(self.plan.device)
         variant.notes += dict.fromkeys(str(w.message) for w in caught)
+        if isinstance(step.call, GraphoptModule) and not step.call.rewrites:
+            variant.notes.append("nothing was rewritten in this graph")
         begun = time.perf_counter()
         step()
         synchronize(self.plan.device)

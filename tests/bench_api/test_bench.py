@@ -63,7 +63,7 @@ def test_a_variant_that_fails_is_a_row_with_its_error(monkeypatch):
     assert result["compile"].error == "RuntimeError: no C++ compiler"
     assert result["compile"].ms is None
     assert result.baseline == "eager"
-    assert "compile failed: RuntimeError: no C++ compiler" in repr(result)
+    assert "compile failed: RuntimeError: no C++ compiler" in result.closing
 
 
 def test_a_variant_that_fails_later_does_not_stop_the_others():
@@ -183,7 +183,7 @@ def test_the_profile_says_where_the_time_goes():
 
 def test_the_cpu_is_told_to_prove_nothing_about_speed():
     result = graphopt.bench(nn.Linear(8, 8), X, ["eager"], **FAST)
-    assert "no speed-up is to be expected" in repr(result)
+    assert "no speed-up is to be expected" in result.closing
 
 
 def test_options_reach_optimize():
@@ -192,6 +192,13 @@ def test_options_reach_optimize():
     assert not any(
         "layer_norm" in k.name and k.kind == "fused" for k in result.rows[1].device.kernels
     )
+
+
+def test_a_graph_without_rewrites_is_told():
+    result = graphopt.bench(nn.Tanh(), X.clone().requires_grad_(), ["eager"], **FAST)
+    assert "note: graphopt: nothing was rewritten in this graph" in result.closing
+    result = graphopt.bench(nn.LayerNorm(8), X, ["eager"], **FAST)
+    assert "nothing was rewritten" not in result.closing
 
 
 # ---- the result
@@ -245,7 +252,7 @@ def test_no_verdict_inside_the_spread():
     eager, _, mine = made().rows
     near = Row("graphopt", None, 9.5, 8.0, 10.0, 9.5)
     result = made(rows=(eager, near))
-    assert "graphopt against eager: no difference beyond the spread" in repr(result)
+    assert "graphopt against eager: no difference beyond the spread" in result.closing
     assert mine.busy == 0.8
 
 
