@@ -61,10 +61,15 @@ class AtRest(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(func) == "graphopt.draw_seed.default":
             return torch.zeros((), dtype=torch.int64, device=args[0])
+        found = self.found
         for name, position in _probabilities(func, args):
             if not _off(name, position, args, kwargs):
                 args = self._still(name, position, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.found > found and _is_input(result, args):
+            # at p = 0 a dropout hands its input on, at any other it makes a new tensor
+            return result if _in_place(func, args, kwargs) else result.mul(1)
+        return result
 
     def _still(
         self, name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -86,6 +91,20 @@ def _off(name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("training") is False or kwargs.get("train") is False:
         return True  # attention itself has no such flag: what follows its probability is causality
     return name != "dropout_p" and position + 1 < len(args) and args[position + 1] is False
+
+
+def _is_input(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a result is its first argument, or a view of it."""
+    pair = (result, args[0] if args else None)
+    return all(isinstance(t, torch.Tensor) for t in pair) and (
+        pair[0].untyped_storage()._cdata == pair[1].untyped_storage()._cdata
+    )
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout writes into its input."""
+    named = str(getattr(func, "__name__", "")).partition(".")[0].endswith("_")
+    return named or bool(kwargs.get("inplace")) or (len(args) > 3 and args[3] is True)
 
 
 def _probabilities(func: Any, args: tuple[Any, ...]) -> list[tuple[str, int]]:

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphOptError, OptionError
-from graphopt.numerics import Comparison, compare, only_mean_failed, pool
+from graphopt.numerics import Comparison, only_mean_failed, pool
 from graphopt.options import check_inputs
+from graphopt.precision import lowered
 from graphopt.testing.atrest import graph_at_rest
 from graphopt.testing.blame import Suspect, find_suspect
 from graphopt.testing.failure import EquivalenceError, Finding, facts_differ, first_tensor
 from graphopt.testing.inputs import argument_names, copy_arguments, floating
+from graphopt.testing.judge import judge
 from graphopt.testing.observe import Observed, Plan, Upstream, observe, requirements
 from graphopt.testing.script import write_script
 from graphopt.testing.truth import GraphTruth, ModelTruth, Tensors, capture_fault, graphopt_of
@@ -114,15 +116,20 @@ def assert_equivalent(
     names = argument_names(model, args, named)
     plan = Plan(args, named, names, asked, backward, seed, _upstream(upstream))
     plan_of = lambda r: dataclasses.replace(plan, requires=r)  # noqa: E731
-    requires, eager = requirements(lambda r: observe(model, plan_of(r)), asked, given)
-    trial = _Trial(model, optimized, plan_of(requires), eager, strides)
-    if requires != asked:
-        trial.note("arguments that are written in place: compared without their gradients")
-    finding = trial.run()
-    if finding is None:
-        assert trial.comparison is not None
-        return Equivalence(trial.comparison, tuple(trial.notes))
-    suspect = find_suspect(trial.again, optimized, trial.plan) if blame else Suspect()
+    opt = graphopt_of(optimized)
+    precision = None if opt is None else opt._settings.precision
+    with lowered(model, precision):  # eager in the precision that the optimized one was given
+        requires, eager = requirements(lambda r: observe(model, plan_of(r)), asked, given)
+        trial = _Trial(model, optimized, plan_of(requires), eager, strides)
+        if precision is not None:
+            trial.note(f"eager ran under autocast, as precision={precision!r} has it")
+        if requires != asked:
+            trial.note("arguments that are written in place: compared without their gradients")
+        finding = trial.run()
+        if finding is None:
+            assert trial.comparison is not None
+            return Equivalence(trial.comparison, tuple(trial.notes))
+        suspect = find_suspect(trial.again, optimized, trial.plan) if blame else Suspect()
     script = write_script(model, optimized, trial.plan, factory, strides, str(finding))
     raise EquivalenceError.of(finding, suspect, script, trial.comparison, trial.notes)
 
@@ -174,7 +181,7 @@ class _Trial:
         if truth is None:
             return Finding("there is no float64 run to measure against", "; ".join(self.notes))
         exact = truth(self.eager.upstream)
-        comparison = self._compare(self.eager, optimized, exact)
+        comparison = judge(self.eager.tensors, optimized.tensors, exact)
         if only_mean_failed(comparison) and self.eager.upstream and not self.plan.given:
             draws = [self._draw(truth, k) for k in range(1, DRAWS)]
             comparison = pool([comparison, *draws])
@@ -228,15 +235,7 @@ class _Trial:
             for i, g in self.eager.upstream.items()
         }
         eager = observe(self.model, self.plan, upstream)
-        return self._compare(eager, self._optimized(upstream), truth(upstream))
-
-    def _compare(self, eager: Observed, optimized: Observed, exact: Tensors) -> Comparison:
-        names = list(eager.tensors)
-        return compare(
-            eager.tensors,
-            {k: optimized.tensors.get(k) for k in names},
-            {k: exact.get(k) for k in names},
-        )
+        return judge(eager.tensors, self._optimized(upstream).tensors, truth(upstream))
 
 
 def _comparable(eager: Observed, optimized: Observed) -> bool:

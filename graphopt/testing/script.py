@@ -64,6 +64,7 @@ class _Writer:
         self.opt = opt
         self.plan = plan
         self.strides = strides
+        self.by_factory = False
         self.room = BUDGET
         self.seeds = 0
         self.data: dict[str, torch.Tensor] = {}
@@ -79,6 +80,7 @@ class _Writer:
         if factory is not None and made is None:
             self.notes.append("the factory is not at the top level of a file: the script holds "
                               "the captured graph instead")  # fmt: skip
+        self.by_factory = made is not None
         call = [self._tensor(f"argument {i}", t) for i, t in enumerate(leaves)]
         upstream = self._upstream()
         if made is None:
@@ -132,9 +134,16 @@ class _Writer:
                 given.append(f"rules={rules}")
             if options.max_rewrites is not None:
                 given.append(f"max_rewrites={options.max_rewrites}")
-        dynamic = self.opt._settings.dynamic
-        if dynamic != "auto":
-            given.append(f"dynamic={dynamic!r}")
+        for name, usual in (("dynamic", "auto"), ("precision", None)):
+            value = getattr(self.opt._settings, name)
+            if value != usual:
+                given.append(f"{name}={value!r}")
+        overrides = {p: str(d) for p, d in getattr(self.opt._compile_body, "overrides", ())}
+        if overrides and not self.by_factory:
+            self.notes.append("the script leaves out precision_overrides: its modules are others")
+        elif overrides:
+            pairs = ", ".join(f"{p!r}: {d}" for p, d in overrides.items())
+            given.append(f"precision_overrides={{{pairs}}}")
         return ["optimized = " + f"optimize({', '.join(['model', *given])})"]
 
     def _rules(self, rules: str | Rule | Iterable[str | Rule]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from subjects import FAULTS, RIGHT, Block, Twin, inputs, optimized, right_twin
 from torch import nn
+from torch.nn import functional as F
 
 import graphopt
 from graphopt.testing import EquivalenceError, assert_equivalent
@@ -181,3 +183,42 @@ def test_what_the_model_raises_is_raised() -> None:
     model = Block()
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         assert_equivalent(model, optimized(model), torch.randn(3, 7))
+
+
+def test_in_float64_the_two_must_agree() -> None:
+    """There is no better truth: eager's error is zero, and a rounding no fault."""
+    model = rest(Block()).double()
+    assert_equivalent(model, optimized(model), inputs().double())
+    scaled = Twin(model, lambda m, x, seen: _scaled(m(x, seen), 1 + 1e-8))
+    with pytest.raises(EquivalenceError, match="result 0 is off"):
+        assert_equivalent(model, scaled, inputs().double())
+
+
+def _scaled(found: dict[str, Any], factor: float) -> dict[str, Any]:
+    y = found["y"] * factor
+    return {"y": y, "pair": (y.t(), y.sum())}
+
+
+def test_of_a_handful_of_tensors_the_mean_does_not_count() -> None:
+    model = nn.Linear(16, 16)
+    found = assert_equivalent(model, optimized(model), inputs())
+    assert not found.comparison.mean_counts
+
+
+def test_a_dropout_at_rest_shares_nothing_with_its_input() -> None:
+    """With p = 0 eager hands the input on; what is compared is what training does."""
+
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = x * 2
+            return h, F.dropout(h, 0.3, self.training)
+
+    model = Both()
+    assert_equivalent(model, optimized(model), inputs())
+
+
+def test_low_precision_is_measured_beside_eager_under_autocast() -> None:
+    model = Block().train()
+    found = assert_equivalent(model, optimized(model, precision="bf16"), inputs())
+    assert any("precision='bf16'" in n for n in found.notes)
+    assert found.comparison.tensors[0].eager > 1e-4
