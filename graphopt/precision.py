@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from torch import fx, nn
 from graphopt.errors import GraphoptWarning
 from graphopt.graph import ops
 from graphopt.graph.body import Body
+from graphopt.graph.facts import concrete
 from graphopt.graph.record import site_of
 
 LOW: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,12 +146,17 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         first = val[0] if isinstance(val, (tuple, list)) and val else val
         if node.op != "call_function" or not isinstance(first, torch.Tensor):
             continue
+        if str(node.target) == "graphopt.cast_weights.default":
+            casts += [_cast(node, s, v) for s, v in zip(node.args[0], val, strict=True)]  # type: ignore[arg-type]
+            continue
+        if node.target is operator.getitem:
+            continue
         if not first.is_floating_point() or ops.is_view(node):
             continue
         dtype, name = _short(first.dtype), ops.op_name(node.target)
         if node.target is torch.ops.aten.to.dtype:
             if node.meta.get("graphopt_rule") == "materialize_autocast":
-                casts.append(_cast(node, first))
+                casts.append(_cast(node, node.all_input_nodes[0], first))
             continue
         found[name, dtype] += 1
         if "graphopt_precision" in node.meta:
@@ -163,10 +170,7 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
     )
 
 
-def _cast(node: fx.Node, val: torch.Tensor) -> Cast:
-    from graphopt.graph.facts import concrete
-
-    source = node.all_input_nodes[0]
+def _cast(node: fx.Node, source: fx.Node, val: torch.Tensor) -> Cast:
     moved = concrete(val.numel()) * (val.element_size() + source.meta["val"].element_size())
     weight = source.op == "get_attr"
     label = str(source.target) if weight else source.name

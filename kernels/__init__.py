@@ -31,6 +31,7 @@ FAMILIES = (
     "dropout",
     "rope",
     "functional",
+    "cast",
 )
 
 

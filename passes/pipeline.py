@@ -25,6 +25,7 @@ from graphopt.passes.clean import Clean
 from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
 from graphopt.passes.strides import KeepOutputStrides
+from graphopt.passes.weights import CastWeights
 
 RULE_MODULES = (
     "graphopt.passes.canonical.activation",
@@ -186,7 +187,9 @@ def pipeline(options: PassOptions, leading: tuple[Pass, ...] = ()) -> tuple[Pass
         SeedDropout(),
         Clean(),
     )
-    return (*passes, ApplyRules("fusion", fusion), Clean()) if options.fuse else passes
+    if not options.fuse:
+        return passes
+    return (*passes, ApplyRules("fusion", fusion), Clean(), CastWeights())
 
 
 Watcher = Callable[[str, Body, Log], None]

@@ -94,6 +94,11 @@ class Editor:
         self.inherit(node, like)
         return node
 
+    def hoist(self, node: fx.Node, before: fx.Node) -> None:
+        """Move a node that reads state up, to stand before another; nothing where it does."""
+        if before < node:
+            before.prepend(node)
+
     def replace_uses(self, old: fx.Node, new: fx.Node) -> None:
         """Make every user of `old` read `new`. `old` stays until it is erased."""
         old.replace_all_uses_with(new)

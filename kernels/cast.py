@@ -1,0 +1,136 @@
+"""cast_weights: the low-precision copies of many weights by one multi-tensor copy.
+
+One `to` a weight is a kernel of its own forward and another backward, of a few microseconds each;
+with hundreds of weights a step spends more host time on them than the bytes take. Here the copies
+lie side by side in one buffer that one `torch._foreach_copy_` fills, and the gradients are widened
+the same way. The buffer is made anew at every call, as eager's copies are: no copy outlives a
+change of its weight, and graphs of two forwards do not share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.kernels._library import LIBRARY, define
+from graphopt.kernels._op import Cost, Op, Sample, register
+
+ALIGNMENT = 128
+"""Bytes at a multiple of which each copy begins: what GEMMs and vector loads want."""
+
+
+def side_by_side(like: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Empty contiguous tensors of the shapes of others, in one buffer.
+
+    Args:
+        like: tensors of one device, at least one.
+        dtype: of the new tensors.
+
+    Example:
+        >>> [t.shape for t in side_by_side([torch.ones(2, 3), torch.ones(4)], torch.float16)]
+        [torch.Size([2, 3]), torch.Size([4])]
+    """
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    sizes = [-(-t.numel() // step) * step for t in like]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=like[0].device)
+    return [
+        (part if part.numel() == t.numel() else part[: t.numel()]).view(t.shape)
+        for part, t in zip(flat.split(sizes), like, strict=True)
+    ]
+
+
+def cast_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Copies of tensors in another dtype, in plain torch.
+
+    Args:
+        weights: tensors of one device and of any shapes and floating dtypes.
+        dtype: the dtype of the copies.
+
+    Returns:
+        One contiguous tensor a weight; they lie in one buffer.
+
+    Example:
+        >>> cast_weights([torch.ones(2), torch.zeros(1)], torch.bfloat16)
+        [tensor([1., 1.], dtype=torch.bfloat16), tensor([0.], dtype=torch.bfloat16)]
+    """
+    if not weights:
+        return []
+    copies = side_by_side(weights, dtype)
+    with torch.no_grad():
+        torch._foreach_copy_(copies, list(weights))
+    return copies
+
+
+def _fake(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [w.new_empty(w.shape, dtype=dtype) for w in weights]
+
+
+_CAST = define(
+    "cast_weights(Tensor[] weights, ScalarType dtype) -> Tensor[]",
+    launch=None,
+    reference=cast_weights,
+    fake=_fake,
+)
+
+
+class _CastWeights(torch.autograd.Function):
+    """The copies of the weights that want a gradient; backward widens the gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            copies = _CAST(list(weights), dtype)
+        ctx.dtypes = [w.dtype for w in weights]
+        ctx.set_materialize_grads(False)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: casts that can be differentiated again
+            pairs = zip(grads, ctx.dtypes, strict=True)
+            return None, *(None if g is None else g.to(d) for g, d in pairs)
+        wide: list[torch.Tensor | None] = [None] * len(grads)
+        for dtype in dict.fromkeys(ctx.dtypes):
+            there = [i for i, d in enumerate(ctx.dtypes) if d == dtype and grads[i] is not None]
+            given = [g for i in there if (g := grads[i]) is not None]
+            for i, widened in zip(there, cast_weights(given, dtype), strict=True):
+                wide[i] = widened
+        return None, *wide
+
+
+def _autograd(weights: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
+        return list(_CastWeights.apply(dtype, *weights))
+    with torch._C._AutoDispatchBelowAutograd():
+        copies: list[torch.Tensor] = _CAST(weights, dtype)
+    return copies
+
+
+LIBRARY.impl("cast_weights", _autograd, "Autograd")
+
+
+def _cost(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> Cost:
+    count = sum(w.numel() for w in weights)
+    return Cost(sum(w.numel() * w.element_size() for w in weights), count * dtype.itemsize, 0)
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    weights = [torch.linspace(-3, 3, n, device=device).reshape(-1, 3) for n in (12, 3, 33)]
+    yield Sample((weights, torch.bfloat16))
+    yield Sample((weights[:1], torch.float16))
+
+
+register(
+    Op(
+        name="cast_weights",
+        overload=_CAST,
+        reference=cast_weights,
+        launch=None,
+        samples=_samples,
+        cost=_cost,
+        backward_cost=_cost,
+        saved="nothing",
+    )
+)
