@@ -98,6 +98,7 @@ def block() -> Model:
 
 @pytest.fixture
 def x() -> torch.Tensor:
+    torch.manual_seed(1)
     return torch.randn(2, 5, 16)
 
 
@@ -368,6 +369,23 @@ def test_to_dict_is_json_with_these_keys(model: Model, x: torch.Tensor) -> None:
     assert set(data["culprits"][0]) == {
         "rewrite", "without", "detail", "alone", "reference", "replacement", "change", "cure",
     }  # fmt: skip
+
+
+def test_worse_rounding_alone_is_said_to_be_that(model: Model, x: torch.Tensor) -> None:
+    @rule("fusion", register=False)
+    def rounded_norm(x, shape, weight, bias, eps, _cudnn):  # type: ignore[no-untyped-def]
+        """A LayerNorm of an input that was rounded."""
+        return aten.layer_norm.default(x, shape, weight, bias, eps, _cudnn)
+
+    @rounded_norm.replace
+    def _(m: Match) -> Any:
+        low = m.call(aten.to.dtype, m.x, torch.bfloat16)
+        high = m.call(aten.to.dtype, low, torch.float32)
+        return m.call(torch.ops.graphopt.layer_norm.default, high, m.weight, m.bias, m.eps)
+
+    found = graphopt.bisect(model, x, rules=[RIGHT, rounded_norm])
+    assert {c.rule for c in found.culprits} == {"rounded_norm"}
+    assert any("in float64 both graphs agree" in note for note in found.notes)
 
 
 def test_html_is_escaped(x: torch.Tensor) -> None:
