@@ -182,7 +182,8 @@ def written_at(name: str, kinds: list[type], functions: Sequence[Any] = ()) -> s
         for line in _lines(function)
         if assigned_to.search(line.partition("    ")[2])
     ]
-    lines.sort(key=lambda line: ".train    " in line)  # where caches are emptied
+    item = re.compile(rf"\b{re.escape(name)}(\[|\.(?:{_CHANGING})\()")
+    lines.sort(key=lambda line: (not item.search(line), ".train    " in line))  # emptied there
     return lines[0] if lines else forward_of(kinds)
 
 

@@ -350,7 +350,7 @@ def _refuse_clock(value: Any, names: set[str], at: str) -> None:
     if isinstance(value, types.BuiltinFunctionType):
         if any(value is getattr(owner, name) for owner, name in CLOCKS):
             raise impure(f"{value.__module__}.{value.__name__} in forward", at)
-    elif value is datetime or value in (datetime.datetime, datetime.date):
+    elif any(value is v for v in (datetime, datetime.datetime, datetime.date)):
         read = sorted(names & {"now", "utcnow", "today"})
         if read:
             raise impure(f"datetime.{read[0]} in forward", at)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import nn
 
 from graphopt.capture.signature import flatten
 from graphopt.module import GraphoptModule
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # outside_helpers
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
