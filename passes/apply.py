@@ -17,7 +17,7 @@ from graphopt.graph.pattern import Bindings, Matcher, Pattern
 from graphopt.graph.record import Refusal, RewriteRecord, site_of
 from graphopt.passes.base import Log, same_shape
 from graphopt.passes.rule import Match, Rule
-from graphopt.passes.strides import settle
+from graphopt.passes.strides import COPY_OF, settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _replace(m: Match, log: Log, pass_name: str) -> list[fx.Node]:
         rule=r.name,
         kind="local",
         nodes=tuple(n.name for n in old),
-        inputs=tuple(n.name for n in inputs),
+        inputs=tuple(n.meta.get(COPY_OF, n.name) for n in inputs),
         outputs=names,
         new_outputs=tuple(n.name for n in new),
         site=site,

@@ -20,6 +20,8 @@ from graphopt.graph.facts import concrete
 from graphopt.passes.base import Log, surely
 
 aten = torch.ops.aten
+COPY_OF = "graphopt_copy_of"
+"""On a copy that no record tells of: the name of the value that it copies, for later records."""
 
 
 def same_strides(a: Any, b: Any) -> bool:
@@ -88,7 +90,9 @@ def lay_out(node: fx.Node, wanted: torch.Tensor, user: fx.Node, editor: Editor) 
         like=node,
         memory_format=torch.contiguous_format,
     )
-    return editor.call(aten.permute.default, dense, inverse, before=user, like=node)
+    copy = editor.call(aten.permute.default, dense, inverse, before=user, like=node)
+    copy.meta[COPY_OF] = node.meta.get(COPY_OF, node.name)
+    return copy
 
 
 @dataclasses.dataclass(frozen=True)
