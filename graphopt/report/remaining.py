@@ -187,6 +187,9 @@ class _Why:
 
     def of(self, node: fx.Node) -> str:
         """Why this op was not taken."""
+        made_by = node.meta.get("graphopt_rule")
+        if made_by:
+            return f"put there by {made_by}"
         if self.stopped:
             return self.stopped
         refused = self.refused.get(node.name)

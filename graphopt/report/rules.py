@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from graphopt.graph.record import Refusal, RewriteRecord, Site
+from graphopt.passes import PassOptions, select_rules
+from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.passes.pipeline import pipeline
 from graphopt.report.fold import fold_text
 from graphopt.report.table import Table, size
 
@@ -29,6 +32,7 @@ class RuleSummary:
         bytes_saved: bytes that are no longer read or written per forward pass, as counted by the
             records; negative where a rewrite adds traffic.
         where: the modules that it fired in, repeated blocks folded.
+        does: what the rule or pass does, in one line.
     """
 
     rule: str
@@ -36,6 +40,7 @@ class RuleSummary:
     refused: int
     bytes_saved: int
     where: str
+    does: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -70,13 +75,16 @@ class RefusalSummary:
 
 
 def by_rule(
-    rewrites: Sequence[RewriteRecord], refusals: Sequence[Refusal]
+    rewrites: Sequence[RewriteRecord],
+    refusals: Sequence[Refusal],
+    does: Mapping[str, str] | None = None,
 ) -> tuple[RuleSummary, ...]:
     """Sum records by rule, the rule that saves most first.
 
     Args:
         rewrites: the records of one optimized graph.
         refusals: its refusals.
+        does: what each rule or pass does, see `meanings`.
 
     Example:
         >>> by_rule([], [])
@@ -95,9 +103,35 @@ def by_rule(
                 where=fold_text(
                     "whole graph" if r.kind == "global" else r.site.module for r in fired
                 ),
+                does=(does or {}).get(name, ""),
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.bytes_saved, -row.fired, row.rule)))
+
+
+PASSES = {
+    "clean": "Drops dead and repeated ops, folds constants.",
+    "seed_dropout": "One seed a forward for all dropouts, so that a kernel can repeat them.",
+    "materialize_autocast": "Writes the casts of autocast into the graph.",
+    "output_strides": "Results keep their memory layout.",
+}
+"""What some passes do, where their own docstring speaks to those who read the code."""
+
+
+def meanings(options: PassOptions) -> dict[str, str]:
+    """What each rule and pass does, in one line: from its docstring.
+
+    Args:
+        options: the options of the passes, with the user's own rules among them.
+
+    Example:
+        >>> meanings(PassOptions())["clean"]
+        'Drops dead and repeated ops, folds constants.'
+    """
+    passes = pipeline(options, (MaterializeAutocast(),))
+    found = {p.name: (type(p).__doc__ or "").split("\n")[0] for p in passes}
+    rules = {r.name: r.doc.split("\n")[0] for r in select_rules(options.rules)}
+    return {**found, **PASSES, **rules}
 
 
 def by_reason(refusals: Sequence[Refusal]) -> tuple[RefusalSummary, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from graphopt.passes import all_rules
 from graphopt.report.proof import folded_notes, proof_table, proof_text
 from graphopt.report.remaining import remaining_table
 from graphopt.report.rules import op_count, reason_table
@@ -20,14 +19,6 @@ COUNTED = (
     "once. Pointwise FLOPs are not counted: a fused kernel computes what its ops did, with fewer "
     "trips to memory."
 )
-
-PASSES = {
-    "clean": "drops dead and repeated ops, folds constants",
-    "seed_dropout": "one seed a forward for all dropouts, so that a kernel can repeat them",
-    "materialize_autocast": "writes the casts of autocast into the graph",
-    "keep_output_strides": "results keep their memory layout",
-}
-"""What the rewrites of the whole graph do."""
 
 
 def story(made: Report, *, stable: bool) -> list[Part]:
@@ -115,10 +106,7 @@ def _rule_table(made: Report) -> Table:
 
 def _meanings(made: Report) -> str:
     """One line for each rule that fired: what it does."""
-    docs = {r.name: r.doc.split("\n")[0] for r in all_rules()}
-    does = {**PASSES, **docs}
-    fired = [r.rule for r in made.rules if r.fired]
-    return "\n".join(f"  {rule}: {does.get(rule, 'a rule of your own')}" for rule in fired)
+    return "\n".join(f"  {r.rule}: {r.does or 'no description'}" for r in made.rules if r.fired)
 
 
 def _module_table(modules: Sequence[ModuleSummary]) -> Table:

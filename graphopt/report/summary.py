@@ -18,7 +18,14 @@ from graphopt.options import names_checked
 from graphopt.report.fold import fold
 from graphopt.report.progress import progress
 from graphopt.report.remaining import Remaining, Shares, matrix_flops, remaining
-from graphopt.report.rules import RefusalSummary, RuleSummary, by_reason, by_rule, op_count
+from graphopt.report.rules import (
+    RefusalSummary,
+    RuleSummary,
+    by_reason,
+    by_rule,
+    meanings,
+    op_count,
+)
 from graphopt.report.save import check_path, json_text, save
 from graphopt.report.subject import Subject, subject_of
 from graphopt.report.view import Part, html_fragment, html_page, plain
@@ -258,7 +265,7 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
             flops_before=matrix_flops(before),
             flops_after=matrix_flops(after),
         ),
-        rules=by_rule(result.rewrites, result.refusals),
+        rules=by_rule(result.rewrites, result.refusals, meanings(subject.options)),
         modules=by_module(result.rewrites),
         rewrites=tuple(result.rewrites),
         shares=shares,

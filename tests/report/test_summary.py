@@ -12,6 +12,7 @@ from torch import nn
 
 import graphopt
 from graphopt.module import GraphoptModule
+from graphopt.passes import rule
 from graphopt.report import save as saving
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
@@ -143,6 +144,24 @@ def test_what_a_rule_could_end_in_names_what_it_follows() -> None:
     ]  # fmt: skip
     assert row.why.startswith("fused only at the end of ")
     assert row.why.endswith("; here it follows aten.cumsum")
+
+
+def test_each_rule_says_what_it_does_also_ones_own(x: torch.Tensor) -> None:
+    @rule("fusion", register=False)
+    def own_cumsum(x, dim):  # type: ignore[no-untyped-def]
+        """A cumsum, made two."""
+        return torch.ops.aten.cumsum.default(x, dim)
+
+    @own_cumsum.replace
+    def _(m: Any) -> Any:
+        flat = m.call(torch.ops.aten.clone.default, m.x)
+        return m.call(torch.ops.aten.cumsum.default, flat, m.dim)
+
+    made = graphopt.report(graphopt.optimize(Blocks(), x, rules=["default", own_cumsum]))
+    does = {row.rule: row.does for row in made.rules if row.fired}
+    assert does["own_cumsum"] == "A cumsum, made two."
+    assert all(does.values())
+    assert "put there by own_cumsum" in {row.why for row in made.remaining}
 
 
 def test_max_rewrites_is_a_reason(x: torch.Tensor) -> None:
