@@ -130,7 +130,7 @@ def assert_equivalent(
             assert trial.comparison is not None
             return Equivalence(trial.comparison, tuple(trial.notes))
         suspect = find_suspect(trial.again, optimized, trial.plan) if blame else Suspect()
-    script = write_script(model, optimized, trial.plan, factory, strides, str(finding))
+    script = write_script(model, optimized, trial.plan, factory, strides, finding)
     raise EquivalenceError.of(finding, suspect, script, trial.comparison, trial.notes)
 
 
@@ -191,7 +191,7 @@ class _Trial:
         if graph is not None and model is not None:
             fault = capture_fault(self.eager, optimized, model(self.eager.upstream), graph.body)
             if fault is not None:
-                return Finding("the captured graph is not the model", fault)
+                return Finding("the captured graph is not the model", fault, capture=True)
         return None
 
     def _truths(self) -> tuple[GraphTruth | None, ModelTruth | None]:

@@ -23,12 +23,14 @@ class Finding:
         what: in a few words, with the tensor's name.
         why: the numbers.
         tensor: name of the tensor that is off, None where it is none.
+        capture: whether the captured graph itself is what is wrong.
         cause: the exception behind it, if any.
     """
 
     what: str
     why: str
     tensor: str | None = None
+    capture: bool = False
     cause: BaseException | None = None
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.text import python_code
 from graphopt.passes import Rule
 from graphopt.testing.data import BUDGET, SMALL, numbers, pack
+from graphopt.testing.failure import Finding
 from graphopt.testing.inputs import copy_arguments
 from graphopt.testing.observe import Plan
 from graphopt.testing.truth import graphopt_of
@@ -46,11 +47,11 @@ def write_script(
     plan: Plan,
     factory: Callable[[], nn.Module] | None,
     strides: bool,
-    headline: str,
+    finding: Finding,
 ) -> Script:
     """The script for a failing call; never raises, since the failure itself must be told."""
     try:
-        return _Writer(model, optimized, plan, strides).write(factory, headline)
+        return _Writer(model, optimized, plan, strides).write(factory, finding)
     except Exception as error:
         return Script(notes=(f"no script: {type(error).__name__}: {error}",))
 
@@ -64,54 +65,68 @@ class _Writer:
         self.opt = opt
         self.plan = plan
         self.strides = strides
-        self.by_factory = False
         self.room = BUDGET
         self.seeds = 0
         self.data: dict[str, torch.Tensor] = {}
         self.helpers: set[str] = set()
         self.notes: list[str] = []
 
-    def write(self, factory: Callable[[], nn.Module] | None, headline: str) -> Script:
+    def write(self, factory: Callable[[], nn.Module] | None, finding: Finding) -> Script:
         """The whole program."""
         args, kwargs, leaves = copy_arguments(
             self.plan.args, self.plan.kwargs, requires=self.plan.requires
         )
         made = None if factory is None else self._place(factory.__module__, factory)
         if factory is not None and made is None:
-            self.notes.append("the factory is not at the top level of a file: the script holds "
-                              "the captured graph instead")  # fmt: skip
-        self.by_factory = made is not None
+            self.notes.append("the script's model is the captured graph: the factory is not at the "
+                              "top level of a file")  # fmt: skip
         call = [self._tensor(f"argument {i}", t) for i, t in enumerate(leaves)]
         upstream = self._upstream()
-        if made is None:
-            entry = self.opt.capture(args, kwargs)
-            if entry is None:
-                raise ValueError("there is no captured graph")
-            body = [*self._graph(entry.capture.body), "", "", "model = Captured()"]
-            values = f"args = ({', '.join(call)}{',' if len(call) == 1 else ''})"
-            given = ["kwargs = {}"]
+        if made is not None:
+            lines = self._by_factory(made, args, kwargs, call)
+        elif finding.capture:
+            raise ValueError("the captured graph is what is wrong; give factory=")
         else:
-            state = dict((*self.model.named_parameters(), *self.model.named_buffers()))
-            rows = [f"    {k!r}: {self._tensor(k, t.detach())}," for k, t in state.items()]
-            body = [f"model = {made}()", *self._call("fill", "model, {"), *rows, "})"]
-            structure = sig.flatten((args, kwargs), [])
-            items = iter(call)
-            values = f"args = {_source(structure[1][0], items)}"
-            given = [f"kwargs = {_source(structure[1][1], items)}"]
-        lines = [*body, f"model.train({self.opt.source.training})", "", values, *given]
-        lines += [*self._optimize(), *self._assertion(upstream), 'print("equivalent")']
-        return Script("\n".join([*self._head(headline), *lines, ""]), self.data, tuple(self.notes))
+            lines = self._by_graph(args, kwargs, call)
+        lines += [*self._optimize(made is not None), *self._assertion(upstream)]
+        lines = [*self._head(str(finding)), *lines, 'print("equivalent")', ""]
+        return Script("\n".join(lines), self.data, tuple(self.notes))
+
+    def _by_factory(
+        self, made: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[str]
+    ) -> list[str]:
+        """The model as the user's function makes it, its state and modes as they are now."""
+        self.helpers.add("fill")
+        state = dict((*self.model.named_parameters(), *self.model.named_buffers()))
+        rows = [f"    {k!r}: {self._tensor(k, t.detach())}," for k, t in state.items()]
+        lines = [f"model = {made}()", "fill(model, {", *rows, "})", self._mode()]
+        for name, module in self.model.named_modules():
+            if module.training != self.model.training:
+                lines.append(f"model.get_submodule({name!r}).training = {module.training}")
+        structure, items = sig.flatten((args, kwargs), []), iter(call)
+        pair = [_source(part, items) for part in structure[1]]
+        return [*lines, "", f"args = {pair[0]}", f"kwargs = {pair[1]}"]
+
+    def _by_graph(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[str]
+    ) -> list[str]:
+        """The captured graph as a module that takes the tensors alone."""
+        entry = self.opt.capture(args, kwargs)
+        if entry is None:
+            raise ValueError("there is no captured graph")
+        lines = [*self._graph(entry.capture.body), "", "", "model = Captured()", self._mode(), ""]
+        values = f"args = ({', '.join(call)}{',' if len(call) == 1 else ''})"
+        return [*lines, values, "kwargs = {}"]
+
+    def _mode(self) -> str:
+        return f"model.train({self.opt.source.training})"
 
     # ---- parts of the program
 
     def _head(self, headline: str) -> list[str]:
         first = headline.splitlines()[0].replace("\\", "/").replace('"""', "'''")
-        lines = [
-            f'"""{first}',
-            "",
-            "Written by graphopt.testing; fails as long as it is so.",
-            '"""',
-        ]
+        said = "Written by graphopt.testing; fails as long as it is so."
+        lines = [f'"""{first}', "", said, '"""']
         lines += ["", "import operator", "", "import torch", "", "from graphopt import optimize"]
         lines += ["from graphopt.testing import assert_equivalent"]
         if self.helpers:
@@ -119,11 +134,7 @@ class _Writer:
             lines.append(f"from graphopt.testing.data import {listed}")
         return [*lines, "", 'inf, nan = float("inf"), float("nan")', "aten = torch.ops.aten", ""]
 
-    def _call(self, helper: str, start: str) -> list[str]:
-        self.helpers.add(helper)
-        return [f"{helper}({start}"]
-
-    def _optimize(self) -> list[str]:
+    def _optimize(self, by_factory: bool) -> list[str]:
         options: Any = getattr(self.opt._compile_body, "options", None)
         given = []
         if options is not None:
@@ -139,7 +150,7 @@ class _Writer:
             if value != usual:
                 given.append(f"{name}={value!r}")
         overrides = {p: str(d) for p, d in getattr(self.opt._compile_body, "overrides", ())}
-        if overrides and not self.by_factory:
+        if overrides and not by_factory:
             self.notes.append("the script leaves out precision_overrides: its modules are others")
         elif overrides:
             pairs = ", ".join(f"{p!r}: {d}" for p, d in overrides.items())

@@ -134,6 +134,8 @@ def test_a_fault_of_the_capture_is_one() -> None:
     with pytest.raises(EquivalenceError, match="the captured graph is not the model") as caught:
         assert_equivalent(model, optimized(other), inputs())
     assert "the capture is" in str(caught.value)
+    assert "give factory=" in str(caught.value)
+    assert not caught.value.script
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])

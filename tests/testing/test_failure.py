@@ -156,8 +156,24 @@ def test_a_factory_out_of_reach_of_the_script_is_told() -> None:
     model = Block()
     opt = optimized(model, rules=WRONG_RULES)
     error = failure(model, opt, inputs(), factory=lambda: Block())
-    assert "the factory is not at the top level" in str(error)
+    assert "the factory is not at the top level" in " ".join(str(error).split())
     assert "class Captured" in error.script
+
+
+def test_a_submodule_in_another_mode_is_so_in_the_script(tmp_path: Path) -> None:
+    model = make_normed()
+    model[1].eval()
+    opt = optimized(model, rules=WRONG_RULES)
+    error = failure(model, opt, inputs(), factory=make_normed)
+    assert "model.get_submodule('1').training = False" in error.script
+    again = run_here(error.save(tmp_path))
+    assert again is not None
+    assert again.what == error.what
+
+
+def make_normed() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.LayerNorm(16))
 
 
 def test_the_error_crosses_a_process_border() -> None:
