@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 import graphopt.kernels  # noqa: F401  (defines the ops that rules emit)
+from graphopt.errors import GraphOptError
 from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.graph.edit import MARKS, Editor
@@ -156,8 +158,20 @@ class Rule:
         return f"Rule({self.name!r}: {self.doc.splitlines()[0] if self.doc else self.module})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the place where the rule is defined."""
-        return _rule_at, (self.module, self.functions[0].__name__)
+        """Pickle as the place where the rule is defined.
+
+        Raises:
+            GraphOptError: for a rule that cannot be found there again.
+        """
+        name = self.functions[0].__name__
+        if getattr(sys.modules.get(self.module), name, None) is not self:
+            raise GraphOptError(
+                f"rule {self.name} cannot be pickled",
+                why=f"a rule is loaded from where it is defined, and {self.module}.{name} is "
+                "not this one",
+                try_="define it at the top of a module that can be imported",
+            )
+        return _rule_at, (self.module, name)
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:

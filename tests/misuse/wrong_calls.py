@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from use import Use
 from wrong_models import X
 
 import graphopt
-from graphopt import CaptureError, GraphOptError, OptionError, PassError, UnsupportedError
+from graphopt import (
+    CaptureError,
+    GraphOptError,
+    OptionError,
+    PassError,
+    UnsupportedError,
+    VerifyError,
+)
 
 aten = torch.ops.aten
 
@@ -35,6 +43,10 @@ def called(
         args = lambda: given  # noqa: E731
     own = None if issubclass(expect, GraphOptError) else eager
     return Use("call", name, call, expect, words, model, eager=own)
+
+
+def wrong_in_value() -> list[Any]:
+    return ["default", r.replaced_by(lambda match: match.call(aten.neg.default, match.x))]
 
 
 def second_derivative(source: Any, **options: Any) -> object:
@@ -318,6 +330,30 @@ RULES = [
         PassError,
         lambda: [r.replaced_by(lambda m: torch.fx.Graph().placeholder("z"))],
         "my_relu",
+    ),
+    Use(
+        "rules",
+        "another value, with verify=True",
+        lambda o: graphopt.optimize(o, X, rules=wrong_in_value(), verify=True),
+        VerifyError,
+        ("my_relu", "is wrong", "max_rewrites="),
+        nn.ReLU,
+    ),
+    Use(
+        "rules",
+        "one that raises, with attach",
+        lambda o: graphopt.attach(o, X, rules=[r.replaced_by(r.fail)]),
+        PassError,
+        ("ZeroDivisionError",),
+        nn.ReLU,
+    ),
+    Use(
+        "rules",
+        "a local one that is pickled",
+        lambda o: pickle.dumps(graphopt.optimize(o, X, rules=wrong_in_value())),
+        GraphOptError,
+        ("rule my_relu cannot be pickled", "at the top of a module"),
+        nn.ReLU,
     ),
 ]
 
