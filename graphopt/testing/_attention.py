@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from graphopt.testing._builder import Builder
+from graphopt.testing._norms import add_norm, layer_norm, rms_norm
+from graphopt.testing._pointwise import activation, dropout, gate, residual
 
 HEADS, HEAD = 2, 8
 
@@ -159,5 +161,21 @@ def fused_attention(b: Builder, x: str) -> str:
     )
 
 
-ATTENTION = (rope, attention, fused_attention)
+def per_head(b: Builder, x: str) -> str:
+    """Pointwise ops, norms and dropout on heads: values that do not lie in memory by rows."""
+    _fits(b, x)
+    h = _heads(b, x)
+    for _ in range(1 + b.choose.below(3)):
+        step = b.choose.pick((activation, dropout, layer_norm, rms_norm, residual, gate, add_norm))
+        h = step(b, h)
+    form = b.choose.pick(
+        (
+            "{0}.transpose(1, 2).flatten(2)",
+            "{0}.transpose(1, 2).view({0}.shape[0], {0}.shape[2], -1)",
+        )
+    )
+    return b(form, h)
+
+
+ATTENTION = (rope, attention, fused_attention, per_head)
 """The idioms of this file."""

@@ -189,7 +189,10 @@ class Program:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it."""
         return {
-            "inputs": [dataclasses.asdict(i) for i in self.inputs],
+            "inputs": [
+                {k: v for k, v in vars(i).items() if k == "shape" or v != getattr(Input, k)}
+                for i in self.inputs
+            ],
             "state": list(self.state),
             "body": [[i.code, list(i.args), *([True] if i.keep else [])] for i in self.body],
             "outputs": list(self.outputs),

@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import json
 import math
 import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -110,9 +108,8 @@ def show_failure(seed: int, save: Path | None) -> None:
     small = cut_down(program, scenario, outcome)
     print(f"# cut down from {program.calls} instructions to {small.calls}\n{small.script()}")
     if save is not None:
-        data: dict[str, Any] = entry(small, scenario, str(outcome))
         save.mkdir(parents=True, exist_ok=True)
-        (save / f"seed_{seed}.json").write_text(json.dumps(data, indent=1) + "\n")
+        (save / f"seed_{seed}.json").write_text(entry(small, scenario, str(outcome)))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from conftest import HERE
 from harness import cut_down, examine, examine_seed, read_entry
@@ -27,7 +25,7 @@ def test_a_random_program_matches_eager(seed: int) -> None:
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda p: p.stem)
 def test_what_once_failed_matches_eager(path) -> None:
-    program, scenario = read_entry(json.loads(path.read_text()))
+    program, scenario = read_entry(path.read_text())
     outcome = examine(program, scenario)
     assert not outcome.skipped, outcome.skipped
     assert not outcome.faults, f"{outcome}\n{program.script()}"

@@ -31,6 +31,11 @@ class Scenario:
         frozen: no parameter requires a gradient.
         autocast: under bfloat16 autocast.
         resized: called at another size afterwards.
+        turned: the inputs lie in memory as a transpose leaves them.
+        tied: the inputs are multiples of one half: zeros, and equal values.
+        summed: the upstream gradients are one number, expanded, as a sum sends it.
+        dynamic: sizes are symbolic from the start.
+        rewrites: only the first so many; all when None.
         seed: of inputs and dropout.
     """
 
@@ -39,6 +44,11 @@ class Scenario:
     frozen: bool = False
     autocast: bool = False
     resized: bool = False
+    turned: bool = False
+    tied: bool = False
+    summed: bool = False
+    dynamic: bool = False
+    rewrites: int | None = None
     seed: int = 0
 
     @staticmethod
@@ -50,8 +60,19 @@ class Scenario:
             weights=[11, 4, 2, 3],
         )[0]
         single = all(i.dtype in ("float32", "int64", "bool") for i in program.inputs)
-        autocast, resized = single and rng.random() < 0.2, rng.random() < 0.25
-        return Scenario(training, grad, frozen, autocast, resized, seed)
+        return Scenario(
+            training,
+            grad,
+            frozen,
+            autocast=single and rng.random() < 0.2,
+            resized=rng.random() < 0.2,
+            turned=rng.random() < 0.2,
+            tied=rng.random() < 0.1,
+            summed=rng.random() < 0.2,
+            dynamic=rng.random() < 0.05,
+            rewrites=rng.randrange(4) if rng.random() < 0.1 else None,
+            seed=seed,
+        )
 
 
 class Pair:
@@ -72,7 +93,17 @@ class Pair:
         return module.requires_grad_(False) if self.scenario.frozen else module
 
     def inputs(self, seed: int, sizes: Mapping[str, int] | None = None) -> tuple[Any, ...]:
-        return self.program.example_inputs(seed, sizes)
+        found = self.program.example_inputs(seed, sizes)
+        return tuple(self._laid_out(x) if x.is_floating_point() else x for x in found)
+
+    def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """An input with the values and in the memory layout of the scenario."""
+        y = x.detach()
+        if self.scenario.tied:
+            y = (y * 2).round() / 2
+        if self.scenario.turned:
+            y = y.transpose(0, 1).contiguous().transpose(0, 1)
+        return y.requires_grad_(x.requires_grad)
 
     @contextlib.contextmanager
     def ambient(self, *, autocast: bool = True) -> Iterator[None]:
@@ -109,11 +140,13 @@ class Pair:
         wrt |= {n: p for n, p in module.named_parameters() if p.requires_grad}
         roots = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
         if roots and wrt and self.scenario.grad:
-            upstream = [_upstream(y, seed + i) for i, y in roots]
+            upstream = [_upstream(y, seed + i, self.scenario.summed) for i, y in roots]
             grads = torch.autograd.grad(
                 [y for _, y in roots], list(wrt.values()), upstream, allow_unused=True
             )
             tensors |= {f"grad/{n}": g for n, g in zip(wrt, grads, strict=True)}
+            # A gradient that is nothing beside what was sent in is measured on that scale.
+            tensors["grad/sent"] = torch.cat([g.reshape(-1).double() for g in upstream])
         tensors |= {f"buffer/{n}": v.detach().clone() for n, v in module.named_buffers()}
         tensors |= {f"input/{i}": x.detach().clone() for i, x in enumerate(inputs)}
         return Run(tensors, memory, tuple(y.requires_grad for y in outputs))
@@ -138,9 +171,11 @@ def _double(x: torch.Tensor) -> torch.Tensor:
     return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
 
 
-def _upstream(y: torch.Tensor, seed: int) -> torch.Tensor:
+def _upstream(y: torch.Tensor, seed: int, summed: bool) -> torch.Tensor:
+    """A gradient to send in, exact in every dtype: of its own everywhere, or one number."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    return torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y.dtype)
+    drawn = torch.randn(() if summed else y.shape, generator=generator)
+    return drawn.to(torch.bfloat16).to(y.dtype).expand(y.shape)
 
 
 def _memory(outputs: Any, inputs: Any, module: nn.Module) -> Any:
@@ -165,7 +200,8 @@ def seeded_dropout() -> Iterator[None]:
             return plain(x, p, training, inplace)
         if not seed:
             seed.append(torch.ops.graphopt.draw_seed(CPU))
-        return torch.ops.graphopt.dropout(x, p, seed[0], next(sites))
+        dropped = torch.ops.graphopt.dropout(x, p, seed[0], next(sites))
+        return torch.empty_like(x).copy_(dropped)  # in the layout that torch's dropout gives
 
     with mock.patch.object(F, "dropout", dropout):
         yield
