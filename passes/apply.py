@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -122,10 +123,12 @@ def _guarded(r: Rule, root: fx.Node, function: Callable[[Match], Any], m: Match)
     except GraphOptError:
         raise
     except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
         raise PassError(
             f"rule {r.name} raised {type(error).__name__}: {error}",
             at=str(site_of(root)),
-            why=f"its code in {r.module} failed on {root.name}; the model is as it was",
+            why=f"{last.filename}:{last.lineno} in {last.name} failed on {root.name}; "
+            "the model is as it was",
             try_=f"rules='default,-{r.name}' switches it off",
         ) from error
 

@@ -275,6 +275,7 @@ RULES = [
         PassError,
         lambda: [r.checked_by(r.fail)],
         "my_relu",
+        "wrong_rules.py",
         "ZeroDivisionError",
         "-my_relu",
     ),
