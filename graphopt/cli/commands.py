@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from graphopt.cli.target import UsageError, load_function, load_rules, load_target
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from graphopt.module import GraphoptModule
     from graphopt.report.view import Part
+    from graphopt.verdict import VerifyResult
 
 
 def demo(arguments: argparse.Namespace) -> bool:
@@ -36,7 +40,8 @@ def explain(arguments: argparse.Namespace) -> bool:
 
     rules = load_rules(arguments.rules, arguments.rule)
     model, args, kwargs = load_target(arguments.target, arguments.mode)
-    found = explain_(model, args, kwargs, rules=rules)
+    with autocast(model, arguments.autocast):
+        found = explain_(model, args, kwargs, rules=rules)
     _show(arguments, found.to_dict(), found.parts())
     return True
 
@@ -49,7 +54,7 @@ def report(arguments: argparse.Namespace) -> bool:
 
     path = check_path(arguments.output, SUFFIXES) if arguments.output else None
     opt, args, kwargs = _optimized(arguments)
-    proof = graphopt.verify(opt, args, kwargs) if arguments.verify else None
+    proof = _proof(arguments, opt, args, kwargs) if arguments.verify else None
     made = graphopt.report(opt, verify=proof)
     if path is not None:
         write(made, path)
@@ -79,11 +84,10 @@ def diff(arguments: argparse.Namespace) -> bool:
 
 def verify(arguments: argparse.Namespace) -> bool:
     """`graphopt verify TARGET`."""
-    import graphopt
     from graphopt.report.proof import proof_table, proof_text
 
     opt, args, kwargs = _optimized(arguments)
-    result = graphopt.verify(opt, args, kwargs)
+    result = _proof(arguments, opt, args, kwargs)
     _show(arguments, result.to_dict(), [proof_table(result), proof_text(result)])
     return result.passed
 
@@ -95,7 +99,8 @@ def bisect(arguments: argparse.Namespace) -> bool:
     rules = load_rules(arguments.rules, arguments.rule)
     predicate = load_function(arguments.predicate, "predicate") if arguments.predicate else None
     model, args, kwargs = load_target(arguments.target, arguments.mode)
-    found = graphopt.bisect(model, args, kwargs, predicate=predicate, rules=rules)
+    with autocast(model, arguments.autocast):
+        found = graphopt.bisect(model, args, kwargs, predicate=predicate, rules=rules)
     _show(arguments, found.to_dict(), found.parts())
     return found.good
 
@@ -162,7 +167,32 @@ def _optimized(
 
     rules = load_rules(arguments.rules, arguments.rule)
     model, args, kwargs = load_target(arguments.target, arguments.mode)
-    return graphopt.optimize(model, args, kwargs, rules=rules), args, kwargs
+    with autocast(model, arguments.autocast):
+        return graphopt.optimize(model, args, kwargs, rules=rules), args, kwargs
+
+
+def _proof(
+    arguments: argparse.Namespace,
+    opt: GraphoptModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> VerifyResult:
+    """The proof of an optimized module under the autocast that was asked for."""
+    import graphopt
+
+    with autocast(opt, arguments.autocast):
+        return graphopt.verify(opt, args, kwargs)
+
+
+def autocast(model: nn.Module, name: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast on a model's device to "bf16" or "fp16"; nothing for None."""
+    import torch
+
+    if name is None:
+        return contextlib.nullcontext()
+    tensors = (*model.parameters(), *model.buffers())
+    device = tensors[0].device.type if tensors else "cpu"
+    return torch.autocast(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[name])
 
 
 def _show(arguments: argparse.Namespace, data: Any, parts: Sequence[Part]) -> None:

@@ -64,7 +64,6 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--against", default="eager,compile", metavar="NAMES", help='"eager,compile" by default'
     )
-    bench.add_argument("--autocast", choices=("bf16", "fp16"), help="around the forward")
     bench.add_argument("--seconds", type=float, help="how long each variant is timed")
 
     _add(found, "rules", commands.rules, "list the rewrite rules")
@@ -99,6 +98,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:RULE",
         help="a rule of your own, package.module:name; may be given several times",
     )
+    parser.add_argument("--autocast", choices=("bf16", "fp16"), help="around the forward")
 
 
 def _add_output(parser: argparse.ArgumentParser, suffixes: str) -> None:

@@ -161,6 +161,13 @@ def test_bench_prints_its_table(capsys):
     assert "rows" in json.loads(capsys.readouterr().out)
 
 
+def test_autocast_is_around_the_forward(capsys):
+    assert cli.main(["report", "factories:chain", "--autocast", "bf16", "--verify", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert "materialize_autocast" in [row["rule"] for row in data["rules"] if row["fired"]]
+    assert data["verification"]["passed"]
+
+
 def test_help_does_not_load_torch():
     code = (
         "import sys\nfrom graphopt import cli\n"
