@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         VerifyError,
     )
+    from graphopt.hold import hold_weights
     from graphopt.precision_check import precision_check
     from graphopt.report.explain import explain
     from graphopt.report.summary import report
@@ -54,6 +55,7 @@ __all__ = [
     "detach",
     "diff",
     "explain",
+    "hold_weights",
     "optimize",
     "precision_check",
     "report",
@@ -77,6 +79,7 @@ _HOME = {
     "detach": "graphopt.attach",
     "diff": "graphopt.diff",
     "explain": "graphopt.report.explain",
+    "hold_weights": "graphopt.hold",
     "optimize": "graphopt.api",
     "precision_check": "graphopt.precision_check",
     "report": "graphopt.report.summary",

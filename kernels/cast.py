@@ -4,16 +4,19 @@ One `to` a weight is a kernel of its own forward and another backward, of a few 
 with hundreds of weights a step spends more host time on them than the bytes take. Here the copies
 lie side by side in one buffer that one `torch._foreach_copy_` fills, and the gradients are widened
 the same way. The buffer is made anew at every call, as eager's copies are: no copy outlives a
-change of its weight, and graphs of two forwards do not share one.
+change of its weight, and graphs of two forwards do not share one. Only inside `holding` are the
+copies kept: whoever opens it promises that the weights stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from graphopt.errors import GraphOptError
 from graphopt.kernels._library import LIBRARY, define
 from graphopt.kernels._op import Cost, Op, Sample, register
 
@@ -57,10 +60,74 @@ def cast_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[to
     """
     if not weights:
         return []
+    held = _HELD.get(id(weights[0]))
+    if held is not None:
+        return held.copies(weights, dtype)
+    return _copied(weights, dtype)
+
+
+def _copied(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     copies = side_by_side(weights, dtype)
     with torch.no_grad():
         torch._foreach_copy_(copies, list(weights))
     return copies
+
+
+class _Held:
+    """The copies of one block of `holding`, and the versions of the weights they were made from."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[list[int], list[torch.Tensor]]] = {}
+
+    def copies(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        key = (dtype, *map(id, weights))
+        versions = [0 if w.is_inference() else w._version for w in weights]
+        if key not in self._known:
+            with torch.inference_mode(False):
+                self._known[key] = versions, _copied([w.detach() for w in weights], dtype)
+        before, copies = self._known[key]
+        if before != versions:
+            changed = next(i for i, v in enumerate(versions) if v != before[i])
+            raise GraphOptError(
+                "a weight was written inside hold_weights",
+                why=f"a tensor of shape {list(weights[changed].shape)} changed since its"
+                " low-precision copy was made, which is the old one still",
+                try_="step the optimizer, load and average weights outside hold_weights",
+            )
+        return [c.detach() for c in copies]
+
+
+_HELD: dict[int, _Held] = {}
+"""By the id of a weight: the block of `holding` that it is in."""
+
+
+@contextlib.contextmanager
+def holding(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep the low-precision copies of some weights during the block.
+
+    Args:
+        weights: the tensors, which must not be written meanwhile. A write that shows in a tensor's
+            version raises at the next call; one that does not (a fused optimizer's, through
+            `.data`) goes unseen.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> with holding([w]):
+        ...     first, second = (cast_weights([w], torch.bfloat16)[0] for _ in range(2))
+        >>> first.data_ptr() == second.data_ptr()
+        True
+    """
+    known, held = list(weights), _Held()
+    before = {id(w): _HELD.get(id(w)) for w in known}
+    _HELD.update((id(w), held) for w in known)
+    try:
+        yield
+    finally:
+        for mark, outer in before.items():
+            if outer is None:
+                _HELD.pop(mark, None)
+            else:
+                _HELD[mark] = outer
 
 
 def _fake(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -95,8 +162,9 @@ class _CastWeights(torch.autograd.Function):
         for dtype in dict.fromkeys(ctx.dtypes):
             there = [i for i, d in enumerate(ctx.dtypes) if d == dtype and grads[i] is not None]
             given = [g for i in there if (g := grads[i]) is not None]
-            for i, widened in zip(there, cast_weights(given, dtype), strict=True):
-                wide[i] = widened
+            widened = _copied(given, dtype) if given else []
+            for i, grad in zip(there, widened, strict=True):
+                wide[i] = grad
         return None, *wide
 
 
