@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import wrong_calls as calls
+import wrong_results as results
 import wrong_uses as uses
 from use import Use
 
@@ -17,9 +18,9 @@ USES: tuple[Use, ...] = (
     *uses.TESTING,
     *calls.CALLS,
     *calls.RULES,
-    *calls.VERIFY,
-    *calls.EXPLAIN,
-    *calls.BENCH,
-    *calls.REPORTS,
-    *calls.BISECT,
+    *results.VERIFY,
+    *results.EXPLAIN,
+    *results.BENCH,
+    *results.REPORTS,
+    *results.BISECT,
 )
