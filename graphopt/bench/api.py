@@ -16,7 +16,7 @@ from torch import nn
 
 from graphopt.api import optimize
 from graphopt.bench.measure import Bench, Variant
-from graphopt.bench.result import BenchResult
+from graphopt.bench.result import BenchResult, Row
 from graphopt.bench.step import (
     Plan,
     Rng,
@@ -135,8 +135,9 @@ def bench(
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept([model, *foreign], rng))
         cure = "copy=False, to measure the model itself"
-        subject = copied(model, type(model).__name__, cure) if copy else model
-        given = copied(detached((args, kwargs)), "the inputs", "tensors in plain containers")
+        with torch.inference_mode(False):  # what is copied inside could not be trained
+            subject = copied(model, type(model).__name__, cure) if copy else model
+            given = copied(detached((args, kwargs)), "the inputs", "tensors in plain containers")
         for module in (subject, model, *foreign):
             mode = subject.training if train is None else train
             if module.training != mode:
@@ -159,7 +160,7 @@ def bench(
         ]
         say = stack.enter_context(progress("bench"))
         _measure(Bench(plan, rng, say), variants, seconds, rounds, warmup, profile)
-        return _result(model, plan, subject.training, variants, rounds, optimizer)
+        return _result(model, plan, subject.training, variants, rounds, options)
 
 
 def _measure(
@@ -216,7 +217,7 @@ def _result(
     training: bool,
     variants: Sequence[Variant],
     rounds: int,
-    optimizer: Any,
+    options: Mapping[str, Any],
 ) -> BenchResult:
     rows = tuple(v.row() for v in variants)
     leaves: list[Any] = []
@@ -234,11 +235,11 @@ def _result(
         baseline=next((r.name for r in rows[:-1] if r.ms is not None), None),
         rows=rows,
         rounds=rounds,
-        notes=tuple(_notes(plan, rows)),
+        notes=tuple(_notes(plan, rows, options)),
     )
 
 
-def _notes(plan: Plan, rows: Sequence[Any]) -> list[str]:
+def _notes(plan: Plan, rows: Sequence[Row], options: Mapping[str, Any]) -> list[str]:
     notes = []
     if plan.device.type == "cpu":
         notes.append(
@@ -246,6 +247,14 @@ def _notes(plan: Plan, rows: Sequence[Any]) -> list[str]:
             "reference: no speed-up is to be expected, the figures say what graphopt costs here"
         )
         notes.append("memory is what torch's own allocator gave out; compiled code may take more")
+    elif plan.autocast is None:
+        precision = torch.get_float32_matmul_precision()
+        notes.append(f"float32 matrix products run in {precision!r} precision")
+    if options.get("precision") is not None and plan.autocast is None:
+        notes.append(
+            f"graphopt alone runs with precision={options['precision']!r}; autocast= gives the "
+            "others as much"
+        )
     if disabled():
         notes.append("GRAPHOPT_DISABLE is set: the row graphopt is the model as it is")
     if any(r.name == "compile" and r.error is None for r in rows):

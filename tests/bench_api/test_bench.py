@@ -115,6 +115,19 @@ def test_a_mode_is_measured_as_asked():
         assert modes(train=True) == ("forward, backward", {(True, True)})
 
 
+def test_training_can_be_measured_inside_inference_mode():
+    with torch.inference_mode():
+        result = graphopt.bench(nn.Linear(8, 8), X, ["eager"], train=True, **FAST)
+    assert [row.error for row in result.rows] == [None, None]
+    assert result.step == "forward, backward"
+
+
+def test_a_precision_that_only_graphopt_has_is_told():
+    model = nn.Linear(8, 8)
+    result = graphopt.bench(model, X, ["eager"], precision="bf16", **FAST)
+    assert "graphopt alone runs with precision='bf16'" in result.closing
+
+
 def test_the_loss_is_the_models_own_or_that_of_loss_fn():
     class WithLoss(nn.Linear):
         def forward(self, x):
