@@ -23,4 +23,5 @@ USES: tuple[Use, ...] = (
     *results.BENCH,
     *results.REPORTS,
     *results.BISECT,
+    *results.PRECISION,
 )

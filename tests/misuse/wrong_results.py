@@ -240,3 +240,37 @@ BISECT = [
         expect=CaptureError,
     ),
 ]
+
+
+def lowering(name: str, call: Any, *words: str, model: Any = m.block) -> Use:
+    """A wrong use of what concerns low precision."""
+    return Use("precision", name, call, OptionError, words, model)
+
+
+def held(opt: Any) -> None:
+    with graphopt.hold_weights(opt):
+        pass
+
+
+PRECISION = [
+    lowering("hold_weights of a plain model", held, "optimized module"),
+    lowering("hold_weights of a number", lambda o: held(3), "not a int"),
+    lowering("check of a class", lambda o: graphopt.precision_check(nn.Linear, X), "the class"),
+    lowering("check without inputs", graphopt.precision_check, "missing a required argument"),
+    lowering(
+        "check of an optimized module",
+        lambda o: graphopt.precision_check(o, X),
+        "opt.source",
+        model=m.optimized,
+    ),
+    lowering(
+        "check in an unknown precision",
+        lambda o: graphopt.precision_check(o, X, precision="int8"),
+        "precision is 'int8'",
+    ),
+    lowering(
+        "a limit that is a word",
+        lambda o: graphopt.precision_check(o, X, pin="much"),
+        "pin is 'much'",
+    ),
+]
