@@ -46,10 +46,13 @@ class Gradient:
         backward: ``backward(saved, kept, needs, grads)``; ``needs`` says for each argument whether
             its gradient is wanted, ``grads`` holds one tensor or None an output. Returns one
             gradient or None an argument.
+        second_from: positions of the arguments that the second output depends on, where that is
+            not all: it requires a gradient only where one of them does, as in eager.
     """
 
     forward: Callable[..., tuple[Any, tuple[torch.Tensor | None, ...], Any]]
     backward: Callable[[Args, Any, tuple[bool, ...], Args], Args]
+    second_from: tuple[int, ...] = ()
 
 
 def define(
@@ -164,6 +167,8 @@ def _in_forward_ad() -> bool:
 
 
 def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Function]:
+    sources = gradient.second_from
+
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
@@ -172,6 +177,8 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
             ctx.save_for_backward(*saved)
             ctx.kept = kept
             ctx.set_materialize_grads(False)
+            if sources and not any(ctx.needs_input_grad[i] for i in sources):
+                ctx.mark_non_differentiable(outputs[1])
             return outputs
 
         @staticmethod

@@ -225,4 +225,4 @@ def gradient(to_call: Callable[..., Call], names: tuple[str, ...]) -> Gradient:
         ours = tuple(by_name[n] if wanted[n] is not None else None for n in names)
         return ours + (None,) * (len(needs) - len(ours))
 
-    return Gradient(forward, backward)
+    return Gradient(forward, backward, (place["x"], place["residual"]) if add else ())

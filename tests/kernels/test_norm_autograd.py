@@ -95,6 +95,19 @@ def test_no_graph_is_recorded_without_gradients(backend, name, mode):
     assert all(torch.equal(a, b) for a, b in zip(y, expected, strict=True))
 
 
+@pytest.mark.parametrize("trained", ["x", "residual", "weight"])
+def test_the_sum_requires_a_gradient_only_where_eagers_does(backend, trained):
+    names = ("x", "residual", "weight")
+    given = dict(zip(names, leaves(backend, (4, 8), (4, 8), (8,)), strict=True))
+    given = {n: t if n == trained else t.detach() for n, t in given.items()}
+    for y, total in (
+        G.add_layer_norm(*given.values(), None, 1e-5),
+        G.add_rms_norm(*given.values(), 1e-5),
+    ):
+        assert total.requires_grad == (trained != "weight")
+        assert torch.autograd.grad(y.square().sum(), given[trained])[0].abs().sum() > 0
+
+
 def test_in_place_change_of_a_saved_input_is_caught(backend):
     (x,) = leaves(backend, (3, 8))
     h = x * 1
