@@ -95,10 +95,10 @@ def _off(name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _is_input(result: Any, args: tuple[Any, ...]) -> bool:
     """Whether a result is its first argument, or a view of it."""
-    pair = (result, args[0] if args else None)
-    return all(isinstance(t, torch.Tensor) for t in pair) and (
-        pair[0].untyped_storage()._cdata == pair[1].untyped_storage()._cdata
-    )
+    first = args[0] if args else None
+    if not (isinstance(result, torch.Tensor) and isinstance(first, torch.Tensor)):
+        return False
+    return result.untyped_storage()._cdata == first.untyped_storage()._cdata
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

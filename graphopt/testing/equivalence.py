@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,21 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import GraphOptError, OptionError
-from graphopt.numerics import Comparison, only_mean_failed, pool
+from graphopt.errors import OptionError
+from graphopt.numerics import Comparison
 from graphopt.options import check_inputs
 from graphopt.precision import lowered
-from graphopt.testing.atrest import graph_at_rest
 from graphopt.testing.blame import Suspect, find_suspect
-from graphopt.testing.failure import EquivalenceError, Finding, facts_differ, first_tensor
+from graphopt.testing.failure import EquivalenceError
 from graphopt.testing.inputs import argument_names, copy_arguments, floating
-from graphopt.testing.judge import judge
-from graphopt.testing.observe import Observed, Plan, Upstream, observe, requirements
+from graphopt.testing.observe import Plan, observe, requirements
 from graphopt.testing.script import write_script
-from graphopt.testing.truth import GraphTruth, ModelTruth, Tensors, capture_fault, graphopt_of
-
-DRAWS = 8
-"""From how many upstream gradients a geometric mean is taken that is too high in the first."""
+from graphopt.testing.trial import Trial
+from graphopt.testing.truth import graphopt_of
 
 SEED = 20_011
 
@@ -120,7 +115,7 @@ def assert_equivalent(
     precision = None if opt is None else opt._settings.precision
     with lowered(model, precision):  # eager in the precision that the optimized one was given
         requires, eager = requirements(lambda r: observe(model, plan_of(r)), asked, given)
-        trial = _Trial(model, optimized, plan_of(requires), eager, strides)
+        trial = Trial(model, optimized, plan_of(requires), eager, strides)
         if precision is not None:
             trial.note(f"eager ran under autocast, as precision={precision!r} has it")
         if requires != asked:
@@ -132,115 +127,6 @@ def assert_equivalent(
         suspect = find_suspect(trial.again, optimized, trial.plan) if blame else Suspect()
     script = write_script(model, optimized, trial.plan, factory, strides, finding)
     raise EquivalenceError.of(finding, suspect, script, trial.comparison, trial.notes)
-
-
-class _Trial:
-    """The runs of one assertion."""
-
-    def __init__(
-        self, model: nn.Module, optimized: nn.Module, plan: Plan, eager: Observed, strides: bool
-    ) -> None:
-        self.model = model
-        self.optimized = optimized
-        self.plan = plan
-        self.eager = eager
-        self.strides = strides
-        self.notes: list[str] = []
-        self.comparison: Comparison | None = None
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def again(self, optimized: nn.Module) -> bool:
-        """Whether another optimized module passes the same trial."""
-        return _Trial(self.model, optimized, self.plan, self.eager, self.strides).run() is None
-
-    def run(self) -> Finding | None:
-        """What is wrong, None when nothing is."""
-        if self.eager.dropped:
-            self.note("dropout: compared at p = 0")
-        try:
-            optimized = self._optimized({})
-        except GraphOptError:
-            raise
-        except Exception as error:  # eager did not raise, so this is the finding
-            return Finding(f"{type(self.optimized).__name__} raised, eager does not",
-                           f"{type(error).__name__}: {error}", cause=error)  # fmt: skip
-        differs = facts_differ(self.eager, optimized, strides=self.strides)
-        if differs is not None and not _comparable(self.eager, optimized):
-            return differs
-        found = self._judge(optimized)
-        first = found is not None and (found.tensor or "output/").startswith("output/")
-        return found if first else differs or found
-
-    def _judge(self, optimized: Observed) -> Finding | None:
-        """The contract, and whether the capture itself can be trusted."""
-        graph, model = self._truths()
-        truth = graph or model
-        if truth is None:
-            return Finding("there is no float64 run to measure against", "; ".join(self.notes))
-        exact = truth(self.eager.upstream)
-        comparison = judge(self.eager.tensors, optimized.tensors, exact)
-        if only_mean_failed(comparison) and self.eager.upstream and not self.plan.given:
-            draws = [self._draw(truth, k) for k in range(1, DRAWS)]
-            comparison = pool([comparison, *draws])
-        self.comparison = comparison
-        if not comparison.passed:
-            return first_tensor(comparison, self.eager, optimized, exact)
-        if graph is not None and model is not None:
-            fault = capture_fault(self.eager, optimized, model(self.eager.upstream), graph.body)
-            if fault is not None:
-                return Finding("the captured graph is not the model", fault, capture=True)
-        return None
-
-    def _truths(self) -> tuple[GraphTruth | None, ModelTruth | None]:
-        graph = model = None
-        entry, opt = self._entry(), graphopt_of(self.optimized)
-        if entry is not None and opt is not None:
-            try:
-                graph = GraphTruth(entry, opt.source, self.plan)
-            except Exception as error:  # a note, and the other truth serves
-                self.note(f"the captured graph does not run in float64: {error}")
-        if graph is None or not graph.drawn:
-            try:
-                model = ModelTruth(self.model, self.plan)
-                model(self.eager.upstream)
-            except Exception as error:
-                model = None
-                self.note(f"the model does not run in float64 ({type(error).__name__}: {error})")
-        else:
-            self.note("the model draws random numbers: measured against its graph alone")
-        return graph, model
-
-    def _entry(self) -> Any:
-        opt = graphopt_of(self.optimized)
-        if opt is None:
-            return None
-        args, kwargs, _ = copy_arguments(
-            self.plan.args, self.plan.kwargs, requires=self.plan.requires
-        )
-        return opt.capture(args, kwargs)
-
-    def _optimized(self, upstream: Upstream) -> Observed:
-        entry = self._entry() if self.eager.dropped else None
-        around = graph_at_rest(entry) if entry is not None else contextlib.nullcontext()
-        return observe(self.optimized, self.plan, upstream or self.eager.upstream, around=around)
-
-    def _draw(self, truth: Callable[[Upstream], Tensors], number: int) -> Comparison:
-        """The comparison from other upstream gradients."""
-        generator = torch.Generator().manual_seed(self.plan.seed + 1000 * number)
-        upstream = {
-            i: torch.randn(g.shape, generator=generator, dtype=torch.float64).to(g.device, g.dtype)
-            for i, g in self.eager.upstream.items()
-        }
-        eager = observe(self.model, self.plan, upstream)
-        return judge(eager.tensors, self._optimized(upstream).tensors, truth(upstream))
-
-
-def _comparable(eager: Observed, optimized: Observed) -> bool:
-    """Whether the two hold tensors of the same names."""
-    return eager.tensors.keys() == optimized.tensors.keys()
 
 
 def _check(

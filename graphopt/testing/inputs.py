@@ -16,6 +16,7 @@ def copy_arguments(
     *,
     requires: tuple[bool, ...] | None = None,
     double: bool = False,
+    nudge: int | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     """Arguments whose tensors are copies, laid out in memory as the given ones.
 
@@ -27,6 +28,7 @@ def copy_arguments(
         kwargs: keyword arguments.
         requires: which tensors shall require a gradient; as the given ones when None.
         double: cast floating tensors to float64 (the copies are then contiguous).
+        nudge: a seed, to move floating values by a few roundings.
 
     Returns:
         The arguments, the keyword arguments, and their tensors in order.
@@ -48,13 +50,15 @@ def copy_arguments(
     for i, leaf in enumerate(leaves):
         if id(leaf) not in made:
             wanted = leaf.requires_grad if requires is None else requires[i]
-            made[id(leaf)] = _copy(leaf, storages, double).requires_grad_(wanted)
+            made[id(leaf)] = _copy(leaf, storages, double, nudge).requires_grad_(wanted)
         copies.append(made[id(leaf)])
     new_args, new_kwargs = sig.unflatten(structure, copies)
     return new_args, new_kwargs, copies
 
 
-def _copy(leaf: torch.Tensor, storages: dict[int, torch.Tensor], double: bool) -> torch.Tensor:
+def _copy(
+    leaf: torch.Tensor, storages: dict[int, torch.Tensor], double: bool, nudge: int | None
+) -> torch.Tensor:
     value = leaf.detach()
     if double and value.dtype in DOUBLE:
         return value.to(DOUBLE[value.dtype], copy=True)
@@ -64,11 +68,21 @@ def _copy(leaf: torch.Tensor, storages: dict[int, torch.Tensor], double: bool) -
     key = leaf.untyped_storage()._cdata
     if key not in storages:
         whole = torch.as_strided(value, (size,), (1,), 0)
-        storages[key] = whole.clone()
+        storages[key] = whole.clone() if nudge is None else _nudged(whole, nudge + len(storages))
     base = storages[key]
     if base.dtype != leaf.dtype:
         base = base.view(leaf.dtype)
     return torch.as_strided(base, leaf.shape, leaf.stride(), leaf.storage_offset())
+
+
+def _nudged(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """A copy whose floating values are moved by about two roundings each."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    factor = 1 + 2 * torch.finfo(tensor.dtype).eps * noise.to(tensor.device)
+    return (tensor.double() * factor).to(tensor.dtype)
 
 
 def argument_names(

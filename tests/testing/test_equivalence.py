@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -224,3 +225,32 @@ def test_low_precision_is_measured_beside_eager_under_autocast() -> None:
     found = assert_equivalent(model, optimized(model, precision="bf16"), inputs())
     assert any("precision='bf16'" in n for n in found.notes)
     assert found.comparison.tensors[0].eager > 1e-4
+
+
+def test_a_small_loss_of_precision_is_seen() -> None:
+    """Less than ten times eager's error, on every input: no luck."""
+    model = rest(Block())
+    worse = Twin(model, lambda m, x, seen: _scaled(m(x, seen), 1 + 4e-7))
+    with pytest.raises(EquivalenceError, match="result 0 is off") as caught:
+        assert_equivalent(model, worse, inputs())
+    assert caught.value.comparison is not None
+    assert 2 < caught.value.comparison.tensors[0].ratio < 16
+
+
+def test_what_is_luck_on_one_input_is_settled_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphopt.testing import judge, trial
+
+    real, calls = judge.judge, []
+
+    def unlucky(*steps: Any) -> Any:
+        calls.append(1)
+        found = real(*steps)
+        if len(calls) > 1:
+            return found
+        first = dataclasses.replace(found.tensors[0], ratio=3.0, verdict="error 3.00 times")
+        return dataclasses.replace(found, tensors=(first, *found.tensors[1:]))
+
+    monkeypatch.setattr(trial, "judge", unlucky)
+    model = rest(Block())
+    assert assert_equivalent(model, optimized(model), inputs()).comparison.passed
+    assert len(calls) == trial.DRAWS
