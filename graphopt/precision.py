@@ -147,7 +147,7 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         if node.op != "call_function" or not isinstance(first, torch.Tensor):
             continue
         if str(node.target) == "graphopt.cast_weights.default":
-            casts += [_cast(node, s, v) for s, v in zip(node.args[0], val, strict=True)]  # type: ignore[arg-type]
+            casts += [_cast(node, s, v) for s, v in zip(node.args[0], val, strict=True)]
             continue
         if node.target is operator.getitem:
             continue
