@@ -216,16 +216,18 @@ def assigned(
 ) -> CaptureError:
     """The error for an attribute that a forward writes (or a variable outside of the model)."""
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+    cache = "; for a cache: call the model once, so that it is filled, and then optimize it"
+    cache = cache if isinstance(value, dict | torch.Tensor) else ""
     if outside:
         return CaptureError(
             f"forward changes {name!r} ({kind})",
             at=at,
             why="a graph holds no Python state: later calls would neither see nor make the change",
-            try_="a buffer (register_buffer) in its place; or on_error='fallback'",
+            try_=f"a buffer (register_buffer) in its place{cache}; or on_error='fallback'",
         )
     return CaptureError(
         f"forward assigns the attribute {name!r} ({kind})",
         at=at,
         why="a graph holds no attributes: later calls would neither see nor make the change",
-        try_="a buffer (register_buffer) in place of the attribute; or on_error='fallback'",
+        try_=f"a buffer (register_buffer) in place of the attribute{cache}; or on_error='fallback'",
     )

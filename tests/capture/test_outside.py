@@ -565,3 +565,45 @@ def test_an_argument_that_is_written_state_runs_the_model_itself():
     opt(X.clone())
     with pytest.warns(GraphoptWarning, match="shares memory"):
         assert opt(model.kept[:]).eq(2).all()
+
+
+class Cached(nn.Module):
+    """A cache as timm's LeViT has it: filled in eval, emptied by `train()`."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.register_buffer("index", torch.tensor([0, 1, 1]))
+        self.cache = {}
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode and self.cache:
+            self.cache = {}
+        return self
+
+    def forward(self, x):
+        if self.training:
+            return x + self.bias[self.index]
+        if "cpu" not in self.cache:
+            self.cache["cpu"] = self.bias[self.index]
+        return x + self.cache["cpu"]
+
+
+def test_a_cache_is_refused_until_it_is_filled():
+    model = Cached().eval()
+    opt = GraphoptModule(model)
+    with torch.no_grad():
+        with pytest.raises(CaptureError, match="for a cache: call the model once") as caught:
+            opt(X)
+        assert 'self.cache["cpu"] = self.bias[self.index]' in caught.value.at
+        want = model(X)
+        assert torch.equal(opt(X), want)
+        model.bias.mul_(3)  # eager goes on with what it kept, too
+        assert torch.equal(opt(X), want)
+        assert torch.equal(model(X), want)
+        model.train()
+        assert torch.equal(opt(X), model(X))
+        model.eval()
+        want = model(X)
+        assert torch.equal(opt(X), want)
