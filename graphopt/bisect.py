@@ -68,7 +68,8 @@ def bisect(
         The guilty rewrites with rule, module path, line, code before and after, and the cure.
 
     Raises:
-        OptionError: for wrong arguments, before any work.
+        OptionError: for wrong arguments, before any work; for a predicate that gives no truth value
+            or raises without any rewrite, too.
         CaptureError: when the model cannot be captured.
 
     Example:
@@ -174,7 +175,14 @@ class _Search:
         if not self.steady(0):
             self.status = "flaky"
             return
-        if not self.outcome(0).good:
+        nothing = self.outcome(0)
+        if nothing.error is not None:
+            raise OptionError(
+                f"without any rewrite, too, {nothing.detail}",
+                why="then it is no rewrite that makes it raise",
+                try_="call it with graphopt.optimize(model, inputs, max_rewrites=0)",
+            ) from nothing.error
+        if not nothing.good:
             self.status = "capture"
             return
         self.status = "found"

@@ -42,12 +42,14 @@ class Outcome:
         detail: what is wrong, in words.
         rewrites: what the passes did, by ordinal.
         captured: the graph before them.
+        error: what the predicate raised, None where it answered.
     """
 
     good: bool
     detail: str
     rewrites: tuple[RewriteRecord, ...]
     captured: Body
+    error: Exception | None = None
 
 
 class Judge(Protocol):
@@ -241,12 +243,14 @@ class PredicateJudge:
         device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
         with warnings.catch_warnings(), restored(self.model), forked_rng(SEED, device):
             warnings.simplefilter("ignore", GraphoptWarning)
+            good, detail, raised = False, "the predicate says no", None
             try:
-                good, detail = _truth(self.predicate(opt)), ""
-            except OptionError:
-                raise
+                answer = self.predicate(opt)
             except Exception as error:
-                good, detail = False, f"the predicate raised {type(error).__name__}: {error}"
+                raised = error
+                detail = f"the predicate raised {type(error).__name__}: {error}"
+            else:
+                good = _truth(answer)
         entries = opt._store.entries()
         if not entries:
             raise OptionError(
@@ -256,9 +260,7 @@ class PredicateJudge:
             )
         # Each mode has a graph, and each graph its own ordinals: the longest list is searched.
         longest = max(entries, key=lambda e: len(e.compiled.result.rewrites)).compiled.result
-        return Outcome(
-            good, detail or "the predicate says no", tuple(longest.rewrites), longest.captured
-        )
+        return Outcome(good, detail, tuple(longest.rewrites), longest.captured, raised)
 
     def nothing(self) -> Outcome:
         """The predicate on the graph as captured."""

@@ -21,6 +21,7 @@ from graphopt.cli.target import UsageError, load_target
 __all__ = ["BAD", "GOOD", "USAGE", "UsageError", "load_target", "main"]
 
 GOOD, BAD, USAGE = 0, 1, 2
+INTERRUPTED = 130  # as a shell has it for a program that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, USAGE, arguments)
     except GraphOptError as error:
         return _fail(error, BAD, arguments)
+    except KeyboardInterrupt:
+        print("graphopt: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (`| head`) has what it wanted. Python would complain at exit
         # when it flushes the closed pipe; give it somewhere to flush to.

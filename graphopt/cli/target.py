@@ -39,7 +39,7 @@ def load_target(
     factory = load_function(text, "factory")
     try:
         made = factory()
-    except Exception as error:  # the user's own code; `--traceback` shows all of it
+    except (Exception, SystemExit) as error:  # the user's code; `--traceback` shows all of it
         raise UsageError(f"{text} raised {_told(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
         raise UsageError(f"{text} returned {type(made).__name__}, not a pair (model, inputs)")
@@ -124,7 +124,7 @@ def load_object(text: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An error of the user's code with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]

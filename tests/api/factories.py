@@ -98,3 +98,31 @@ def no_fused_norm(module):
     """A predicate that dislikes one rule."""
     module(torch.ones(4, 8))
     return all(record.rule != "layer_norm" for record in module.rewrites)
+
+
+@rule("fusion", register=False)
+def wrong_norm(x, shape, weight, bias, eps, _cudnn):
+    """LayerNorm, 1% too large."""
+    return aten.layer_norm.default(x, shape, weight, bias, eps, _cudnn)
+
+
+@wrong_norm.replace
+def _(m):
+    norm = m.call(torch.ops.graphopt.layer_norm.default, m.x, m.weight, m.bias, m.eps)
+    return m.call(aten.mul.Tensor, norm, 1.01)
+
+
+def says_nothing(module):
+    module(torch.ones(4, 8))
+
+
+def breaks(module):
+    raise ZeroDivisionError
+
+
+def exits():
+    raise SystemExit(3)
+
+
+def interrupted():
+    raise KeyboardInterrupt

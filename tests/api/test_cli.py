@@ -168,6 +168,38 @@ def test_autocast_is_around_the_forward(capsys):
     assert data["verification"]["passed"]
 
 
+def test_a_wrong_rewrite_is_a_bad_verdict(capsys):
+    argv = ["factories:chain", "--rules", "default,-layer_norm", "--rule", "factories:wrong_norm"]
+    assert cli.main(["report", *argv, "--verify"]) == 1
+    out = capsys.readouterr().out
+    assert "still right: NO" in out
+    assert "wrong: wrong_norm at 1 " in out
+    assert cli.main(["verify", *argv]) == 1
+
+
+@pytest.mark.parametrize(
+    ("predicate", "text"),
+    [
+        ("says_nothing", "the predicate returned None"),
+        ("breaks", "without any rewrite, too, the predicate raised ZeroDivisionError"),
+    ],
+)
+def test_a_predicate_that_cannot_tell_is_wrong_usage(predicate, text, capsys):
+    argv = ["bisect", "factories:chain", "--predicate", f"factories:{predicate}"]
+    assert cli.main(argv) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_factory_that_exits_is_told(capsys):
+    assert cli.main(["explain", "factories:exits"]) == 2
+    assert "factories:exits raised SystemExit: 3" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_traceback(capsys):
+    assert cli.main(["explain", "factories:interrupted"]) == 130
+    assert capsys.readouterr().err == "graphopt: interrupted\n"
+
+
 def test_help_does_not_load_torch():
     code = (
         "import sys\nfrom graphopt import cli\n"
