@@ -36,6 +36,14 @@ class Variant:
         step: the step, once it was built.
         error: why it cannot be measured.
         failure: the exception behind `error`.
+        start_s: seconds of building and of the first step.
+        held: bytes on the GPU that it keeps between steps beside state and inputs.
+        each: steps in one turn.
+        times: milliseconds of each timed step.
+        walls: milliseconds of a step on the clock, one figure a turn.
+        peak: bytes, see `Row.peak_bytes`.
+        device: where the time of a step goes.
+        notes: warnings that it gave.
     """
 
     name: str

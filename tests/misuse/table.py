@@ -16,24 +16,30 @@ from use import tried
 
 
 def main() -> int:
-    """Try the uses and print one line each, then the counts."""
+    """Try the uses and print a table for each area, then the counts."""
     from graphopt.report.table import Table
-    from graphopt.report.view import show_parts
+    from graphopt.report.view import Heading, Part, show_parts
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--area", choices=sorted({u.area for u in USES}))
     area = parser.parse_args().area
-    chosen = [u for u in USES if area in (None, u.area)]
-    rows, bad = [], 0
-    for use in chosen:
+    rows: dict[str, list[tuple[str, str]]] = {}
+    bad = 0
+    for use in USES:
+        if area not in (None, use.area):
+            continue
         outcome = tried(use)
         bad += bool(outcome.faults)
-        text = str(outcome.error).strip().splitlines() or [""]
-        said = "; ".join(outcome.faults) if outcome.faults else text[0]
-        kind = type(outcome.error).__name__
-        rows.append((use.area, use.name, kind, "BAD" if outcome.faults else "good", said[:200]))
-    table = Table(("area", "wrong use", "error", "", "what it says"), tuple(rows))
-    show_parts([table, f"{len(rows)} wrong uses, {bad} not as they must be"])
+        said = str(outcome.error).strip().splitlines()[0]
+        text = f"{type(outcome.error).__name__}: {said}"
+        if outcome.faults:
+            text = f"BAD: {'; '.join(outcome.faults)}"
+        rows.setdefault(use.area, []).append((use.name, text[:300]))
+    parts: list[Part] = []
+    for name, lines in rows.items():
+        parts += [Heading(name), Table(("wrong use", "what it raises"), tuple(lines))]
+    total = sum(map(len, rows.values()))
+    show_parts([*parts, f"{total} wrong uses, {bad} not as they must be"])
     return 1 if bad else 0
 
 

@@ -4,11 +4,22 @@ import pytest
 import torch
 from every_use import USES
 from use import Use, tried
+from wrong_models import X, block
+
+import graphopt
 
 
 @pytest.mark.parametrize("use", USES, ids=str)
 def test_wrong_use(use):
     assert tried(use).faults == ()
+
+
+@pytest.mark.gpu
+def test_inputs_on_another_device_than_the_model():
+    opt = graphopt.optimize(block().cuda())
+    with pytest.raises((graphopt.CaptureError, RuntimeError), match=r"(?i)device"):
+        opt(X)
+    assert opt(X.cuda()).is_cuda  # and it works afterwards
 
 
 def test_no_two_have_one_name():
