@@ -457,22 +457,14 @@ class Twins(RuleBasedStateMachine):
 
 
 def second_gradients(loss: torch.Tensor, wrt: list[torch.nn.Parameter]) -> list[Any]:
-    """The gradient of the square of a gradient, through `backward`; `.grad` stays as it was."""
+    """The gradient of the square of a gradient, as a gradient penalty takes it."""
     if not loss.requires_grad:
         return []
     first = torch.autograd.grad(loss, wrt, create_graph=True, allow_unused=True)
     square = sum((g.double() ** 2).sum() for g in first if g is not None and g.requires_grad)
     if not isinstance(square, torch.Tensor):
         return []
-    before = [p.grad for p in wrt]
-    for p in wrt:
-        p.grad = None
-    try:
-        square.backward()
-        return [p.grad for p in wrt]
-    finally:
-        for p, g in zip(wrt, before, strict=True):
-            p.grad = g
+    return list(torch.autograd.grad(square, wrt, allow_unused=True))
 
 
 @contextlib.contextmanager

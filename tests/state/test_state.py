@@ -156,7 +156,6 @@ def test_the_machine_sees_a_planted_fault(fault: str) -> None:
         machine.same_state()
 
 
-@pytest.mark.xfail(reason="the refusal is not linked to what the gradient depends on", strict=True)
 def test_a_gradient_penalty_by_autograd_grad_is_refused() -> None:
     """`backward()` meets the refusal always; `grad(..., inputs)` only on a path to the inputs."""
     x = torch.randn(4, 8, requires_grad=True)
