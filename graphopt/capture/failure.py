@@ -133,6 +133,12 @@ _KINDS: tuple[tuple[str, str, str, str], ...] = (
         "tensor.detach() in place of tensor.data; or optimize(..., on_error='fallback')",
     ),
     (
+        r"^RecursionError",
+        "too many calls inside one another (recursion without end, or modules nested deeply)",
+        "a trace takes more of Python's stack than a call",
+        "end the recursion, or raise sys.setrecursionlimit(); or on_error='fallback'",
+    ),
+    (
         r"allocate|out of memory",
         "out of memory while capturing",
         "the model allocates real tensors while it is traced",

@@ -105,7 +105,14 @@ CALLS = [
     called("a forward that raises", ValueError, "own complaint", model=m.Refuses),
     called("a forward with a wrong key", CaptureError, "scael", "LooksUp.forward", model=m.LooksUp),
     called("a forward with a wrong name", CaptureError, "no_such_layer", model=m.MissesAttribute),
-    called("endless recursion", CaptureError, "recursion", "Recurses", model=m.Recurses),
+    called(
+        "endless recursion",
+        CaptureError,
+        "recursion",
+        "Recurses",
+        "setrecursionlimit",
+        model=m.Recurses,
+    ),
     called("too much memory", RuntimeError, "allocate memory", model=m.Allocates),
     called(
         "a leaf written in place",
