@@ -75,6 +75,10 @@ def layer_norm_fits(m: Match) -> str | None:
     for name in ("w", "b"):
         if m.captures[name] is not None and (reason := row_weight(m, name)):
             return reason
+        row = m.tensor(name)
+        narrow = x.dtype in (torch.bfloat16, torch.float16)
+        if row is not None and row.dtype != x.dtype and not (narrow and row.dtype == torch.float32):
+            return f"torch refuses a LayerNorm of {x.dtype} with a {row.dtype} weight or bias"
     return None
 
 

@@ -73,6 +73,13 @@ CALLS = [
     called("one twice", TypeError, "multiple values for argument", kwargs={"input": X}),
     called("a wrong width", CaptureError, "4, 9", "its forward raised", args=(torch.ones(4, 9),)),
     called("a wrong dtype", RuntimeError, "same dtype", args=(X.double(),)),
+    called(
+        "a dtype that LayerNorm does not mix",
+        RuntimeError,
+        "mixed dtype",
+        args=(X.double(),),
+        model=lambda: nn.LayerNorm(8),
+    ),
     called("integers", RuntimeError, "same dtype", args=(X.long(),)),
     called("another device", CaptureError, "meta", args=(X.to("meta"),)),
     called("complex numbers", CaptureError, "complex", args=(X.to(torch.complex64),)),
