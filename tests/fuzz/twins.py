@@ -30,6 +30,7 @@ class Scenario:
         grad: with gradients; a frozen model takes those of its inputs alone.
         frozen: no parameter requires a gradient.
         autocast: under bfloat16 autocast.
+        lowered: eager is, graphopt is told precision="bf16" instead.
         resized: called at another size afterwards.
         turned: the inputs lie in memory as a transpose leaves them.
         tied: the inputs are multiples of one half: zeros, and equal values.
@@ -43,6 +44,7 @@ class Scenario:
     grad: bool = True
     frozen: bool = False
     autocast: bool = False
+    lowered: bool = False
     resized: bool = False
     turned: bool = False
     tied: bool = False
@@ -60,11 +62,13 @@ class Scenario:
             weights=[11, 4, 2, 3],
         )[0]
         single = all(i.dtype in ("float32", "int64", "bool") for i in program.inputs)
+        autocast = single and rng.random() < 0.2
         return Scenario(
             training,
             grad,
             frozen,
-            autocast=single and rng.random() < 0.2,
+            autocast=autocast,
+            lowered=autocast and rng.random() < 0.4,
             resized=rng.random() < 0.2,
             turned=rng.random() < 0.2,
             tied=rng.random() < 0.1,
@@ -83,6 +87,7 @@ class Pair:
         self.eager = self._prepared(program.build())
         self.source = self._prepared(program.build())
         self.double = self._prepared(program.in_float64())
+        self.state = {k: v.clone() for k, v in self.source.state_dict().items()}
         self.opt: GraphoptModule | None = None
         source = program.source()
         narrow = re.search(r"float16|float32|float\(\)|half\(\)", source)
@@ -106,9 +111,10 @@ class Pair:
         return y.requires_grad_(x.requires_grad)
 
     @contextlib.contextmanager
-    def ambient(self, *, autocast: bool = True) -> Iterator[None]:
-        """The modes of the scenario."""
-        on = autocast and self.scenario.autocast
+    def ambient(self, which: str = "graphopt") -> Iterator[None]:
+        """The modes of the scenario, for "eager", "graphopt" or "float64"."""
+        on = self.scenario.autocast and which != "float64"
+        on = on and not (self.scenario.lowered and which == "graphopt")
         with (
             torch.set_grad_enabled(self.scenario.grad),
             torch.autocast("cpu", torch.bfloat16, enabled=on),
@@ -117,22 +123,20 @@ class Pair:
 
     def eager_run(self, seed: int, sizes: Mapping[str, int] | None = None) -> Run:
         with seeded_dropout():
-            return self._run(self.eager, self.inputs(seed, sizes), seed)
+            return self._run("eager", self.eager, self.inputs(seed, sizes), seed)
 
     def optimized_run(self, seed: int, sizes: Mapping[str, int] | None = None) -> Run:
         assert self.opt is not None
-        return self._run(self.opt, self.inputs(seed, sizes), seed)
+        return self._run("graphopt", self.opt, self.inputs(seed, sizes), seed)
 
     def double_run(self, seed: int, sizes: Mapping[str, int] | None = None) -> Run:
         inputs = tuple(_double(x) for x in self.inputs(seed, sizes))
         with seeded_dropout():
-            return self._run(self.double, inputs, seed, autocast=False)
+            return self._run("float64", self.double, inputs, seed)
 
-    def _run(
-        self, module: nn.Module, inputs: tuple[Any, ...], seed: int, autocast: bool = True
-    ) -> Run:
+    def _run(self, which: str, module: nn.Module, inputs: tuple[Any, ...], seed: int) -> Run:
         """One call and its backward pass."""
-        with self.ambient(autocast=autocast):
+        with self.ambient(which):
             outputs = module(*inputs)
         tensors: Tensors = {f"output/{i}": y.detach().clone() for i, y in enumerate(outputs)}
         memory = _memory(outputs, inputs, module)
@@ -153,9 +157,8 @@ class Pair:
 
     def reset(self) -> None:
         """Give all three the state that they were built with."""
-        state = self.program.build().state_dict()
         for module in (self.eager, self.source, self.double):
-            module.load_state_dict(state)
+            module.load_state_dict(self.state)
 
 
 @dataclasses.dataclass
