@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition
 from hypothesis.stateful import rule as hypothesis_rule
 from state_models import Inputs, Subject
 from torch import nn
@@ -286,6 +286,7 @@ class Twins(RuleBasedStateMachine):
             optimizer.step()
             optimizer.zero_grad()
 
+    @precondition(lambda self: any(p.grad is not None for p in self.eager.parameters()))
     @rule()
     def optimizer_step(self) -> None:
         """A step of both optimizers."""
@@ -426,6 +427,7 @@ class Twins(RuleBasedStateMachine):
         if not (self.eager._forward_pre_hooks if pre else self.eager._forward_hooks):
             self.both(do)
 
+    @precondition(lambda self: self.eager._forward_hooks or self.eager._forward_pre_hooks)
     @rule()
     def no_hooks(self) -> None:
         """All hooks on top removed."""
@@ -450,10 +452,12 @@ class Twins(RuleBasedStateMachine):
                 handle.remove()
         self.forward(self.batch(shape, seed))
 
-    @rule(on=st.booleans())
-    def deterministic_algorithms(self, on: bool) -> None:
-        """torch.use_deterministic_algorithms."""
-        torch.use_deterministic_algorithms(on)
+    @rule(shape=SHAPES, seed=SEEDS)
+    def deterministic_algorithms(self, shape: int, seed: int) -> None:
+        """torch.use_deterministic_algorithms switched; the graph before it is not the one after."""
+        torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+        with torch.no_grad():
+            self.forward(self.batch(shape, seed))
 
 
 def second_gradients(loss: torch.Tensor, wrt: list[torch.nn.Parameter]) -> list[Any]:

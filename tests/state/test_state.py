@@ -103,7 +103,7 @@ def script(m: Checked) -> None:
         m.step(0, 4, requires_grad=False)
     m.no_hooks()
     m.hook_inside(0, 5)
-    m.deterministic_algorithms(on=True)
+    m.deterministic_algorithms(0, 1)
     m.step(0, 6, requires_grad=False)
     m.under_autocast(0, 7, grad=True)
     m.under_autocast(0, 7, grad=False)
