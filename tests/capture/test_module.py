@@ -321,3 +321,10 @@ def test_a_container_stays_one():
     assert torch.equal(opt(x), net(x))
     with pytest.raises(TypeError):
         len(GraphoptModule(nn.Linear(3, 3)))
+
+
+def test_a_graph_cannot_be_set():
+    opt = GraphoptModule(nn.Linear(3, 3))
+    opt(torch.ones(1, 3))
+    with pytest.raises(GraphOptError, match="cannot be set"):
+        opt.graph = opt.graph
