@@ -12,10 +12,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphopt.api import PassCompiler
-from graphopt.capture import capture
+from graphopt.capture import Capture, capture
 from graphopt.capture import signature as sig
-from graphopt.capture.key import ambient, autocast_dtypes
+from graphopt.capture.entry import Entry
+from graphopt.capture.key import GraphKey, ambient, autocast_dtypes
 from graphopt.capture.shadow import eager_forward
+from graphopt.capture.store import GraphStore
 from graphopt.errors import GraphoptWarning, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord
@@ -115,7 +117,7 @@ class ContractJudge:
         options = dataclasses.replace(self.options, max_rewrites=limit)
         if without:
             options = dataclasses.replace(options, rules=without_rules(options.rules, without))
-        return run_pipeline(self.body, options, leading=(MaterializeAutocast(),))
+        return run_pipeline(_fresh(self.body), options, leading=(MaterializeAutocast(),))
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
         """See `Judge`."""
@@ -209,6 +211,35 @@ class ContractJudge:
         return {k: v for k, v in both.items() if k in like}
 
 
+def _fresh(body: Body) -> Body:
+    """A captured body with constants of its own: passes add to them."""
+    return dataclasses.replace(body, constants=dict(body.constants))
+
+
+class _KeepingStore(GraphStore):
+    """Graphs of one run, from the captures that earlier runs made.
+
+    A capture does not depend on how many rewrites are applied to it, and takes most of a run.
+    """
+
+    def __init__(self, kept: dict[Any, Capture], *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = kept
+
+    def _capture(self, key: GraphKey, family: Any, args: Any, kwargs: Any) -> Entry:
+        place = (key, frozenset(self._symbolic(key, family)))
+        known = self.kept.get(place)
+        if known is not None:
+            found = dataclasses.replace(known, body=_fresh(known.body))
+            compiled = self.compile_body(found.body)
+            entry = Entry(found, compiled, key, type(self.source).__name__)
+            if entry.state() is not None:  # the module's state is as it was at the capture
+                return entry
+        entry = super()._capture(key, family, args, kwargs)
+        self.kept[place] = entry.capture
+        return entry
+
+
 class PredicateJudge:
     """The user's own predicate, on a module that is optimized anew for each run.
 
@@ -231,13 +262,16 @@ class PredicateJudge:
         self.options = options
         self.settings = settings
         self.predicate = predicate
+        self.kept: dict[Any, Capture] = {}
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
         """See `Judge`."""
         options = dataclasses.replace(self.options, max_rewrites=limit)
         if without:
             options = dataclasses.replace(options, rules=without_rules(options.rules, without))
-        opt = GraphoptModule(self.model, self.settings, PassCompiler(options))
+        compiler = PassCompiler(options)
+        opt = GraphoptModule(self.model, self.settings, compiler)
+        opt._store = _KeepingStore(self.kept, self.model, self.settings, compiler)
         if self.args is not None:
             opt.capture(self.args, self.kwargs)
         device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
