@@ -258,13 +258,16 @@ class Told:
 
     repeats = True
 
-    def __init__(self, right: Callable[[int, Sequence[str]], bool], count: int = 12) -> None:
-        self.right, self.count, self.asked = right, count, 0
+    def __init__(
+        self, right: Callable[[int, Sequence[str]], bool], passes: Sequence[int] = ()
+    ) -> None:
+        self.right, self.passes, self.count, self.asked = right, passes, 12, 0
         self.body = Body(fx.Graph(), nn.Module(), 0)
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
         self.asked += 1
-        records = [record(k) for k in range(self.count) if f"rule{k}" not in without]
+        kinds = ["global" if k in self.passes else "local" for k in range(self.count)]
+        records = [record(k, kinds[k]) for k in range(self.count) if f"rule{k}" not in without]
         kept = records[: self.count if limit is None else limit]
         good = self.right(len(kept), without)
         return Outcome(good, "" if good else "told so", tuple(kept), self.body)
@@ -273,10 +276,10 @@ class Told:
         return self.run(0, ())
 
 
-def record(ordinal: int) -> RewriteRecord:
+def record(ordinal: int, kind: str) -> RewriteRecord:
     name = f"rule{ordinal}"
     return RewriteRecord(
-        ordinal, "fusion", name, "local", (), (), (), (), Site(), ("aten.a",), ("aten.b",)
+        ordinal, "fusion", name, kind, (), (), (), (), Site(), ("aten.a",), ("aten.b",)
     )
 
 
@@ -306,6 +309,13 @@ def test_a_verdict_that_turns_twice_is_scanned() -> None:
         "right with 0 to 1, wrong with 2 to 3, right with 4, wrong with 5 to 6, "
         "right with 7 to 8, wrong with 9 to 12"
     )
+
+
+def test_a_guilty_pass_is_cured_by_stopping_before_it() -> None:
+    found = searched(Told(lambda n, without: n < 5, passes=(4,)))
+    assert [c.record.ordinal for c in found.culprits] == [4]
+    assert (found.cure, found.cured) == ("max_rewrites=4", True)
+    assert "rule rule4, at the whole graph" in repr(found)
 
 
 def test_a_judge_that_changes_its_mind_in_the_middle_is_told() -> None:
