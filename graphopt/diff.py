@@ -16,7 +16,7 @@ from graphopt.graph.record import RewriteRecord, site_of
 from graphopt.graph.text import base_name, identifier, results_of, state_text, statement, unpacked
 from graphopt.options import names_checked
 from graphopt.report.fold import fold, fold_text
-from graphopt.report.subject import subject_of
+from graphopt.report.subject import Subject, subject_of
 from graphopt.report.view import Code, Part, html_fragment, html_page, plain
 
 SCHEMA = "graphopt.diff/1"
@@ -163,7 +163,11 @@ def diff(opt: Any) -> DiffResult:
         >>> diff(opt).changed[0].where  # doctest: +SKIP
         'h.*.mlp'
     """
-    subject = subject_of(opt, "diff")
+    return diff_of(subject_of(opt, "diff"))
+
+
+def diff_of(subject: Subject) -> DiffResult:
+    """The diff of a graph that is at hand."""
     before, after = subject.before, subject.after
     names = _Names(before, after, subject.result.rewrites)
     old, new = names.lines(before), names.lines(after)

@@ -40,7 +40,16 @@ def story(made: Report, *, stable: bool) -> list[Part]:
         Heading("4. How it was made"),
         *_made(made, stable=stable),
     ]
-    return parts if stable else [*parts, Code(made.code, "The optimized graph (opt.code):")]
+    return [*parts, "The code: opt.code. What changed in it, module by module: graphopt.diff(opt)."]
+
+
+def code_parts(made: Report) -> list[Part]:
+    """What the page shows beside the report: the diff, and the whole code folded."""
+    return [
+        Heading("5. What changed in the code"),
+        *made.changes.parts(),
+        Code(made.code, "The optimized graph (opt.code)"),
+    ]
 
 
 def in_short(made: Report) -> str:

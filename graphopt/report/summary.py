@@ -10,6 +10,7 @@ from typing import Any
 import graphopt
 from graphopt.capture.store import Recapture
 from graphopt.cost.ops import nodes_cost
+from graphopt.diff import DiffResult, diff_of
 from graphopt.errors import OptionError
 from graphopt.graph import ops
 from graphopt.graph.record import RewriteRecord
@@ -119,6 +120,7 @@ class Report:
         kernels: how fused ops run on this machine, one sentence.
         versions: package -> version, None where it is not installed.
         code: the optimized graph as Python.
+        changes: before and after by module, which the page shows, too.
     """
 
     model: str
@@ -139,13 +141,14 @@ class Report:
     kernels: str
     versions: dict[str, str | None]
     code: str
+    changes: DiffResult
 
     def parts(self, *, stable: bool = False) -> list[Part]:
         """What is shown, in order.
 
         Args:
             stable: leave out what differs from run to run and from machine to machine: seconds,
-                versions, rounding errors, the code.
+                versions, rounding errors.
         """
         from graphopt.report.story import story
 
@@ -160,8 +163,10 @@ class Report:
         return plain(self.parts(stable=stable)) + "\n"
 
     def html(self) -> str:
-        """The report as one HTML file that needs no network."""
-        return html_page(f"graphopt report: {self.model}", self.parts())
+        """The report as one HTML file that needs no network, with the changed code."""
+        from graphopt.report.story import code_parts
+
+        return html_page(f"graphopt report: {self.model}", [*self.parts(), *code_parts(self)])
 
     def __repr__(self) -> str:
         """The report as plain text."""
@@ -279,6 +284,7 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
         kernels=f"{environment.kernels}: {environment.why}",
         versions=environment.versions,
         code=python_code(subject.after),
+        changes=diff_of(subject),
     )
 
 

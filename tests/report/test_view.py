@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from html.parser import HTMLParser
 
 import pytest
 
@@ -80,6 +81,27 @@ def test_html_escapes_every_part() -> None:
         assert text in page
     assert "<b>" not in page
     assert html_fragment(PARTS) in page
+
+
+class Balance(HTMLParser):
+    """Raises where a tag is closed that is not the one open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_closes_every_tag() -> None:
+    checker = Balance()
+    checker.feed(html_page("title", [*PARTS, Code("x\n" * 100, "long", diff=True)]))
+    assert checker.open == []
 
 
 def test_long_code_is_folded_in_html() -> None:
