@@ -32,6 +32,7 @@ from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.passes.base import Log
 from graphopt.passes.overrides import MarkOverrides
 from graphopt.report.progress import progress
+from graphopt.report.subject import optimized_of
 from graphopt.verify import VerifyResult, verify_body
 
 
@@ -173,13 +174,7 @@ def verify(
         >>> verify(opt, torch.ones(2, 4)).passed
         True
     """
-    attached = getattr(opt, "__dict__", {}).get("forward")
-    opt = getattr(attached, "optimized", opt)
-    if not isinstance(opt, GraphoptModule):
-        raise OptionError(
-            f"verify takes an optimized module, not a {type(opt).__name__}",
-            try_="graphopt.verify(graphopt.optimize(model), inputs)",
-        )
+    opt = optimized_of(opt, "verify")
     args, named = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
     check_choice("backward", backward, (None, True, False))
     check_fit(opt.source, args or (), named)

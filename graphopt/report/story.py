@@ -195,6 +195,8 @@ def _made(made: Report, *, stable: bool) -> list[Part]:
         parts.append("Captured again:\n" + "\n".join(f"  - {text}" for text in _folded(made)))
     else:
         parts.append("Captured once.")
+    if made.graphs > 1:
+        parts.append(f"{made.graphs} graphs are kept; this is the one in force, {made.mode}.")
     if not stable:
         versions = ", ".join(f"{k} {v}" for k, v in made.versions.items() if v)
         parts.append(versions)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torch import nn
+
 from graphopt.capture.store import Recapture
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.text import type_text
 from graphopt.module import GraphoptModule
+from graphopt.options import disabled
 from graphopt.passes import PassOptions, PipelineResult
 
 
@@ -26,6 +29,7 @@ class Subject:
         capture_seconds: time of the whole capture.
         export_seconds: the part of it inside `torch.export`.
         recaptures: the captures after the first.
+        graphs: how many graphs are kept, this one included.
     """
 
     model: str
@@ -36,6 +40,7 @@ class Subject:
     capture_seconds: float
     export_seconds: float
     recaptures: tuple[Recapture, ...]
+    graphs: int
 
     @property
     def before(self) -> Body:
@@ -62,6 +67,12 @@ def optimized_of(opt: Any, who: str) -> GraphoptModule:
     found = getattr(attached, "optimized", opt)
     if isinstance(found, GraphoptModule):
         return found
+    if disabled() and isinstance(opt, nn.Module):
+        raise OptionError(
+            f"there is no graph for {who} to look at",
+            why="GRAPHOPT_DISABLE is set, so optimize() returned the model as it is",
+            try_="unset GRAPHOPT_DISABLE",
+        )
     kind = f"the class {opt.__name__}" if isinstance(opt, type) else f"a {type(opt).__name__}"
     raise OptionError(
         f"{who} takes an optimized module, not {kind}",
@@ -95,6 +106,7 @@ def subject_of(opt: Any, who: str) -> Subject:
         capture_seconds=entry.capture.seconds,
         export_seconds=entry.capture.export_seconds,
         recaptures=tuple(module.recaptures),
+        graphs=len(module._store.entries()),
     )
 
 

@@ -113,6 +113,7 @@ class Report:
         remaining: the ops that no rule took, and why.
         refused: the near misses by reason and line, the nearest first.
         recaptures: captures after the first, with their reasons.
+        graphs: how many graphs the module keeps, this one included.
         verification: what `verify` found, None where it was not run.
         capture_seconds: time of the capture.
         export_seconds: the part of it inside `torch.export`.
@@ -134,6 +135,7 @@ class Report:
     remaining: tuple[Remaining, ...]
     refused: tuple[RefusalSummary, ...]
     recaptures: tuple[Recapture, ...]
+    graphs: int
     verification: VerifyResult | None
     capture_seconds: float
     export_seconds: float
@@ -191,6 +193,7 @@ class Report:
             "remaining": [r.to_dict() for r in self.remaining],
             "refusals": [r.to_dict() for r in self.refused],
             "recaptures": [r.to_dict() for r in self.recaptures],
+            "graphs": self.graphs,
             "verification": None if self.verification is None else self.verification.to_dict(),
             "seconds": {
                 "capture": self.capture_seconds,
@@ -277,6 +280,7 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
         remaining=left,
         refused=by_reason(result.refusals),
         recaptures=subject.recaptures,
+        graphs=subject.graphs,
         verification=verification,
         capture_seconds=subject.capture_seconds,
         export_seconds=subject.export_seconds,

@@ -98,3 +98,10 @@ def test_kwargs_and_autocast_are_followed():
     with torch.autocast("cpu", torch.bfloat16):
         found = explain(model, example_kwargs={"input": torch.ones(2, 8)})
     assert "materialize_autocast" in [r.rule for r in found.rewrites]
+
+
+def test_without_inputs_it_says_what_forward_takes(model):
+    with pytest.raises(OptionError, match="do not fit the forward of Sequential"):
+        explain(model)
+    with pytest.raises(OptionError, match="no option 'rulez'"):
+        explain(model, torch.ones(4, 16), rulez="default")

@@ -97,8 +97,8 @@ def test_the_schema_names_its_version(opt: GraphoptModule) -> None:
     assert SCHEMA["properties"]["schema"] == {"const": "graphopt.report/1"}
     assert list(SCHEMA["properties"]) == [
         "schema", "graphopt", "model", "mode", "inputs", "totals", "rules", "modules", "rewrites",
-        "bytes_after_by_kind", "remaining", "refusals", "recaptures", "verification", "seconds",
-        "passes", "environment", "code",
+        "bytes_after_by_kind", "remaining", "refusals", "recaptures", "graphs", "verification",
+        "seconds", "passes", "environment", "code",
     ]  # fmt: skip
 
 
@@ -180,6 +180,7 @@ def test_recaptures_are_told(x: torch.Tensor) -> None:
     text = graphopt.report(opt).text()
     assert "Captured again:" in text
     assert "was (2, 3, 16), is (5, 7, 16)" in text
+    assert "2 graphs are kept; this is the one in force, train." in text
 
 
 def test_an_attached_model_is_reported_and_diffed(x: torch.Tensor) -> None:
@@ -272,6 +273,13 @@ def test_something_else_than_an_optimized_module_is_told(
 ) -> None:
     with pytest.raises(error, match=text):
         function(given)
+
+
+@pytest.mark.parametrize("function", [graphopt.report, graphopt.diff, graphopt.verify])
+def test_graphopt_disable_is_told(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    monkeypatch.setenv("GRAPHOPT_DISABLE", "1")
+    with pytest.raises(graphopt.OptionError, match="GRAPHOPT_DISABLE is set"):
+        function(graphopt.optimize(nn.Linear(2, 2), torch.ones(1, 2)))
 
 
 def test_no_graph_yet_is_told() -> None:
