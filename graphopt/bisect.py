@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.api import PassCompiler
 from graphopt.errors import OptionError
 from graphopt.module import GraphoptModule, Settings
 from graphopt.options import (
+    PRECISION,
     check_choice,
     check_fit,
     check_inputs,
     check_model,
+    check_overrides,
     check_passes,
     names_checked,
 )
-from graphopt.passes import PassOptions, Rule
+from graphopt.passes import Rule
 from graphopt.report.blame import BisectResult, Culprit, RuleTrial, Trial
 from graphopt.report.progress import Step, progress
 from graphopt.report.subgraph import change_of, code_of
@@ -37,6 +40,8 @@ def bisect(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     predicate: Predicate | None = None,
+    precision: str | None = None,
+    precision_overrides: Mapping[str, str | torch.dtype] | None = None,
     fuse: bool = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     backward: bool | None = None,
@@ -60,6 +65,8 @@ def bisect(
         example_kwargs: the keyword arguments of `forward`.
         predicate: takes the optimized module, returns True where it is right. One that raises
             counts as wrong.
+        precision: as in `optimize`.
+        precision_overrides: as in `optimize`.
         fuse: as in `optimize`.
         rules: as in `optimize`; your own rules are searched like any other.
         backward: whether the contract compares gradients, too; by default where grad mode is on.
@@ -78,14 +85,25 @@ def bisect(
     """
     attached = getattr(model, "__dict__", {}).get("forward")
     optimized = getattr(attached, "optimized", model)
-    settings = Settings()
     if isinstance(optimized, GraphoptModule):
-        own = getattr(optimized._compile_body, "options", PassOptions())
+        if (precision, precision_overrides, fuse, rules) != (None, None, True, "default"):
+            raise OptionError(
+                "options of optimize() are given with a module that is optimized already",
+                why="it is searched with the options that it was made with",
+                try_="graphopt.bisect(opt.source, inputs, ...) with all of them",
+            )
         model, settings = optimized.source, optimized._settings
-        fuse, rules = own.fuse, own.rules if rules == "default" else rules
-    check_model(model)
-    args, kwargs = check_inputs(example_inputs, example_kwargs)
-    options = check_passes(fuse, rules, None)
+        compiler = optimized._compile_body
+        if not isinstance(compiler, PassCompiler):
+            raise OptionError("no passes ran on this module", try_="pass the model itself")
+        args, kwargs = check_inputs(example_inputs, example_kwargs)
+    else:
+        check_model(model)
+        args, kwargs = check_inputs(example_inputs, example_kwargs)
+        check_choice("precision", precision, PRECISION)
+        settings = Settings(precision=precision)
+        overrides = check_overrides(model, precision_overrides)
+        compiler = PassCompiler(check_passes(fuse, rules, None), overrides)
     if predicate is not None and not callable(predicate):
         raise OptionError(
             f"predicate is a {type(predicate).__name__}",
@@ -104,10 +122,10 @@ def bisect(
         judge: Judge
         if predicate is None:
             say("capturing")
-            judge = ContractJudge(model, args or (), kwargs, options, backward)
+            judge = ContractJudge(model, args or (), kwargs, compiler, settings.precision, backward)
         else:
-            judge = PredicateJudge(model, args, kwargs, options, settings, predicate)
-        search = _Search(judge, rules, say)
+            judge = PredicateJudge(model, args, kwargs, compiler, settings, predicate)
+        search = _Search(judge, compiler.options.rules, say)
         search.go()
     name = "the error contract"
     if predicate is not None:

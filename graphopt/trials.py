@@ -23,8 +23,8 @@ from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord
 from graphopt.module import GraphoptModule, Settings
 from graphopt.numerics import compare
-from graphopt.passes import PassOptions, PipelineResult, Rule, all_rules, run_pipeline, select_rules
-from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.passes import PipelineResult, Rule, all_rules, select_rules
+from graphopt.precision import lowered
 from graphopt.prover import Prover
 from graphopt.replay import SEED, as_leaf, forked_rng, without_dropout
 from graphopt.restore import restored
@@ -84,6 +84,14 @@ def without_rules(spec: Any, names: Sequence[str]) -> tuple[str | Rule, ...]:
     return ("default", *minus, *(r for n, r in chosen.items() if n not in known))
 
 
+def limited(compiler: PassCompiler, limit: int | None, without: Sequence[str]) -> PassCompiler:
+    """The same passes with only the first `limit` rewrites and without some rules."""
+    options = dataclasses.replace(compiler.options, max_rewrites=limit)
+    if without:
+        options = dataclasses.replace(options, rules=without_rules(options.rules, without))
+    return dataclasses.replace(compiler, options=options)
+
+
 class ContractJudge:
     """The equality contract over the whole step, on one set of inputs.
 
@@ -98,15 +106,17 @@ class ContractJudge:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        options: PassOptions,
+        compiler: PassCompiler,
+        precision: str | None,
         backward: bool | None,
     ) -> None:
         self.model = model
-        self.options = options
+        self.compiler = compiler
+        self.precision = precision
         self.args, self.kwargs = args, dict(kwargs)
-        found = capture(model, args, self.kwargs)
-        self.body = found.body
-        self.body.autocast = autocast_dtypes(ambient())
+        with lowered(model, precision):
+            self.body = capture(model, args, self.kwargs).body
+            self.body.autocast = autocast_dtypes(ambient())
         self.leaves: list[Any] = []
         self.structure = sig.flatten((args, self.kwargs), self.leaves)
         self.backward = self.body.grad if backward is None else backward
@@ -114,17 +124,16 @@ class ContractJudge:
 
     def pipeline(self, limit: int | None, without: Sequence[str]) -> PipelineResult:
         """The passes over the captured graph."""
-        options = dataclasses.replace(self.options, max_rewrites=limit)
-        if without:
-            options = dataclasses.replace(options, rules=without_rules(options.rules, without))
-        return run_pipeline(_fresh(self.body), options, leading=(MaterializeAutocast(),))
+        result: PipelineResult = limited(self.compiler, limit, without)(_fresh(self.body)).result
+        return result
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
         """See `Judge`."""
         result = self.pipeline(limit, without)
         if self.prover is None:
-            self.prover = Prover(self.body, result.body, self.leaves, self.backward, SEED)
+            self.prover = Prover(result.captured, result.body, self.leaves, self.backward, SEED)
         # One prover for all runs: it keeps what the captured graph gave.
+        self.prover.body = result.captured
         self.prover.optimized, self.prover.attribute = result.body, result.body.attribute
         self.prover.ambient = bool(result.body.autocast)
         whole = self.prover.check_whole()
@@ -135,7 +144,7 @@ class ContractJudge:
         result = self.pipeline(None, without)
         records = [r for r in result.rewrites if r.ordinal <= ordinal]
         checks = verify_body(
-            self.body, result.body, records, self.leaves, backward=self.backward
+            result.captured, result.body, records, self.leaves, backward=self.backward
         ).checks
         return next((c for c in checks if c.ordinal == ordinal), None)
 
@@ -143,7 +152,7 @@ class ContractJudge:
         """The rewrites that their own proof finds wrong, although the whole step is right."""
         result = self.pipeline(None, ())
         found = verify_body(
-            self.body, result.body, result.rewrites, self.leaves, backward=self.backward
+            result.captured, result.body, result.rewrites, self.leaves, backward=self.backward
         )
         return tuple(c for c in found.checks if c.status == "wrong")
 
@@ -184,6 +193,7 @@ class ContractJudge:
             restored(self.model, parameters=False),
             forked_rng(SEED, self.body.device),
             torch.set_grad_enabled(self.body.grad),
+            lowered(self.model, self.precision),
             _NoDropout(),
         ):
             flat: list[Any] = []
@@ -253,23 +263,20 @@ class PredicateJudge:
         model: nn.Module,
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any],
-        options: PassOptions,
+        compiler: PassCompiler,
         settings: Settings,
         predicate: Predicate,
     ) -> None:
         self.model = model
         self.args, self.kwargs = args, dict(kwargs)
-        self.options = options
+        self.compiler = compiler
         self.settings = settings
         self.predicate = predicate
         self.kept: dict[Any, Capture] = {}
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
         """See `Judge`."""
-        options = dataclasses.replace(self.options, max_rewrites=limit)
-        if without:
-            options = dataclasses.replace(options, rules=without_rules(options.rules, without))
-        compiler = PassCompiler(options)
+        compiler = limited(self.compiler, limit, without)
         opt = GraphoptModule(self.model, self.settings, compiler)
         opt._store = _KeepingStore(self.kept, self.model, self.settings, compiler)
         if self.args is not None:

@@ -344,11 +344,30 @@ def test_an_optimized_module_brings_its_own_rules(model: Model, x: torch.Tensor)
     assert [c.record.site.module for c in found.culprits] == ["layers.1.norm"]
 
 
+def test_options_beside_an_optimized_module_are_told(block: Model, x: torch.Tensor) -> None:
+    with pytest.raises(graphopt.OptionError, match="optimized already"):
+        graphopt.bisect(graphopt.optimize(block), x, rules="default,-glu")
+
+
 def test_autocast_around_the_call_is_followed(model: Model, x: torch.Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert graphopt.bisect(model, x).good
         found = graphopt.bisect(model, x, rules=[RIGHT, planted("layers.2.norm")])
     assert [c.record.site.module for c in found.culprits] == ["layers.2.norm"]
+
+
+def test_precision_is_that_of_optimize(model: Model, x: torch.Tensor) -> None:
+    options: dict[str, Any] = {
+        "precision": "bf16",
+        "precision_overrides": {"layers.0.*": "fp32"},
+        "rules": [RIGHT, planted("layers.2.norm")],
+    }
+    for found in (
+        graphopt.bisect(model, x, **options),
+        graphopt.bisect(graphopt.optimize(model, x, **options), x),
+    ):
+        assert [c.record.site.module for c in found.culprits] == ["layers.2.norm"]
+    assert graphopt.bisect(model, x, precision="bf16").good
 
 
 @pytest.mark.parametrize(
@@ -360,6 +379,7 @@ def test_autocast_around_the_call_is_followed(model: Model, x: torch.Tensor) -> 
         ({"example_inputs": torch.ones(2, 16), "predicate": lambda o: None}, "returned None"),
         ({"example_inputs": torch.ones(2, 16), "rules": "layer_nrom"}, "layer_nrom"),
         ({"example_inputs": {"x": 1}}, "example_inputs is a dict"),
+        ({"example_inputs": torch.ones(2, 16), "precision": "fp8"}, "precision is 'fp8'"),
         ({"example_input": torch.ones(2, 16)}, "no option 'example_input'"),
     ],
 )
