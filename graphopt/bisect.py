@@ -83,27 +83,8 @@ def bisect(
         >>> bisect(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4)).status
         'right'
     """
-    attached = getattr(model, "__dict__", {}).get("forward")
-    optimized = getattr(attached, "optimized", model)
-    if isinstance(optimized, GraphoptModule):
-        if (precision, precision_overrides, fuse, rules) != (None, None, True, "default"):
-            raise OptionError(
-                "options of optimize() are given with a module that is optimized already",
-                why="it is searched with the options that it was made with",
-                try_="graphopt.bisect(opt.source, inputs, ...) with all of them",
-            )
-        model, settings = optimized.source, optimized._settings
-        compiler = optimized._compile_body
-        if not isinstance(compiler, PassCompiler):
-            raise OptionError("no passes ran on this module", try_="pass the model itself")
-        args, kwargs = check_inputs(example_inputs, example_kwargs)
-    else:
-        check_model(model)
-        args, kwargs = check_inputs(example_inputs, example_kwargs)
-        check_choice("precision", precision, PRECISION)
-        settings = Settings(precision=precision)
-        overrides = check_overrides(model, precision_overrides)
-        compiler = PassCompiler(check_passes(fuse, rules, None), overrides)
+    args, kwargs = check_inputs(example_inputs, example_kwargs)
+    model, settings, compiler = _subject(model, precision, precision_overrides, fuse, rules)
     if predicate is not None and not callable(predicate):
         raise OptionError(
             f"predicate is a {type(predicate).__name__}",
@@ -131,6 +112,38 @@ def bisect(
     if predicate is not None:
         name = getattr(predicate, "__name__", type(predicate).__name__)
     return search.result(type(model).__name__, name, time.perf_counter() - start)
+
+
+def _subject(
+    model: nn.Module,
+    precision: Any,
+    overrides: Any,
+    fuse: Any,
+    rules: Any,
+) -> tuple[nn.Module, Settings, PassCompiler]:
+    """The source, and how it is captured and rewritten: as the user says, or as `opt` was made.
+
+    Raises:
+        OptionError: for wrong options, and for options beside a module that is optimized already.
+    """
+    attached = getattr(model, "__dict__", {}).get("forward")
+    optimized = getattr(attached, "optimized", model)
+    if not isinstance(optimized, GraphoptModule):
+        check_model(model)
+        check_choice("precision", precision, PRECISION)
+        pairs = check_overrides(model, overrides)
+        compiler = PassCompiler(check_passes(fuse, rules, None), pairs)
+        return model, Settings(precision=precision), compiler
+    if (precision, overrides, fuse, rules) != (None, None, True, "default"):
+        raise OptionError(
+            "options of optimize() are given with a module that is optimized already",
+            why="it is searched with the options that it was made with",
+            try_="graphopt.bisect(opt.source, inputs, ...) with all of them",
+        )
+    made = optimized._compile_body
+    if not isinstance(made, PassCompiler):
+        raise OptionError("no passes ran on this module", try_="pass the model itself")
+    return optimized.source, optimized._settings, made
 
 
 class _Search:
