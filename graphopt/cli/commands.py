@@ -41,7 +41,7 @@ def explain(arguments: argparse.Namespace) -> bool:
     rules = load_rules(arguments.rules, arguments.rule)
     model, args, kwargs = load_target(arguments.target, arguments.mode)
     with autocast(model, arguments.autocast):
-        found = explain_(model, args, kwargs, rules=rules)
+        found = explain_(model, args, kwargs, rules=rules, precision=arguments.precision)
     _show(arguments, found.to_dict(), found.parts())
     return True
 
@@ -100,7 +100,9 @@ def bisect(arguments: argparse.Namespace) -> bool:
     predicate = load_function(arguments.predicate, "predicate") if arguments.predicate else None
     model, args, kwargs = load_target(arguments.target, arguments.mode)
     with autocast(model, arguments.autocast):
-        found = graphopt.bisect(model, args, kwargs, predicate=predicate, rules=rules)
+        found = graphopt.bisect(
+            model, args, kwargs, predicate=predicate, rules=rules, precision=arguments.precision
+        )
     _show(arguments, found.to_dict(), found.parts())
     return found.good
 
@@ -168,7 +170,8 @@ def _optimized(
     rules = load_rules(arguments.rules, arguments.rule)
     model, args, kwargs = load_target(arguments.target, arguments.mode)
     with autocast(model, arguments.autocast):
-        return graphopt.optimize(model, args, kwargs, rules=rules), args, kwargs
+        opt = graphopt.optimize(model, args, kwargs, rules=rules, precision=arguments.precision)
+    return opt, args, kwargs
 
 
 def _proof(

@@ -34,7 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
 
     text = "dry run: what would be rewritten, and why not"
-    _add_target(_add(found, "explain", commands.explain, text))
+    explain = _add(found, "explain", commands.explain, text)
+    _add_target(explain)
 
     text = "optimize, then report: what became faster, why not the rest, is it still right"
     report = _add(found, "report", commands.report, text)
@@ -47,7 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(diff, ".txt, .json or .html")
 
     text = "optimize, then prove every rewrite against float64"
-    _add_target(_add(found, "verify", commands.verify, text))
+    verify = _add(found, "verify", commands.verify, text)
+    _add_target(verify)
 
     bisect = _add(found, "bisect", commands.bisect, "find the rewrite that makes the model wrong")
     _add_target(bisect)
@@ -57,6 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="takes the optimized module, returns True where it is right; by default the error "
         "contract over the whole step",
     )
+
+    for one in (explain, report, diff, verify, bisect):
+        one.add_argument("--precision", choices=("bf16", "fp16", "auto"), help="as in optimize()")
 
     text = "time eager, torch.compile and graphopt in one run"
     bench = _add(found, "bench", commands.bench, text)

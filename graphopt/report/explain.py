@@ -16,14 +16,20 @@ from graphopt.graph import ops
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
 from graphopt.options import (
+    PRECISION,
+    check_choice,
     check_fit,
     check_inputs,
     check_model,
+    check_overrides,
     check_passes,
     names_checked,
 )
 from graphopt.passes import PipelineResult, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.passes.base import Log
+from graphopt.passes.overrides import MarkOverrides
+from graphopt.precision import lowered
 from graphopt.report.progress import progress
 from graphopt.report.rules import (
     RefusalSummary,
@@ -162,6 +168,8 @@ def explain(
     example_inputs: torch.Tensor | Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    precision: str | None = None,
+    precision_overrides: Mapping[str, str | torch.dtype] | None = None,
     fuse: bool = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     max_rewrites: int | None = None,
@@ -174,6 +182,8 @@ def explain(
         model: the model, which stays as it is.
         example_inputs: a tensor, or a tuple of positional arguments.
         example_kwargs: keyword arguments.
+        precision: as in `optimize`.
+        precision_overrides: as in `optimize`.
         fuse: as in `optimize`.
         rules: as in `optimize`.
         max_rewrites: as in `optimize`.
@@ -192,13 +202,17 @@ def explain(
     """
     check_model(model, attached=True)
     args, kwargs = check_inputs(example_inputs, example_kwargs)
-    check_fit(model, args or (), kwargs)
+    check_choice("precision", precision, PRECISION)
+    overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
     check_fit(model, args or (), kwargs)
     start = time.perf_counter()
     with progress(f"explain {type(model).__name__}"):
-        captured = capture(model, args or (), kwargs)
-        body = captured.body
-        body.autocast = autocast_dtypes(ambient())
+        with lowered(model, precision):
+            captured = capture(model, args or (), kwargs)
+            body = captured.body
+            body.autocast = autocast_dtypes(ambient())
+        if overrides:
+            MarkOverrides(overrides).run(body, Log())
         result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
     return Explanation.of(model, captured.names, result, time.perf_counter() - start)

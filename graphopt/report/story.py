@@ -88,6 +88,14 @@ def _faster(made: Report, *, stable: bool) -> list[Part]:
         f"attention: {flops}."
     )
     parts: list[Part] = [summary]
+    p = made.precision
+    if p.ambient is not None:
+        parts.append(
+            f"Precision: {p.ambient}. A forward casts {p.weight_casts} weights "
+            f"({size(p.weight_cast_bytes)} moved) and {p.activation_casts} values "
+            f"({size(p.activation_cast_bytes)}); kernels do the other casts as they load and store."
+            + (f" {p.pinned} ops run as precision_overrides say." if p.pinned else "")
+        )
     if not made.rewrites:
         parts.append("Nothing: no rule found anything to rewrite. Section 2 says why.")
     if made.rewrites:

@@ -16,6 +16,7 @@ from graphopt.graph import ops
 from graphopt.graph.record import RewriteRecord
 from graphopt.graph.text import python_code
 from graphopt.options import names_checked
+from graphopt.precision import PrecisionPlan, plan_of
 from graphopt.report.fold import fold
 from graphopt.report.progress import progress
 from graphopt.report.remaining import Remaining, Shares, matrix_flops, remaining
@@ -71,6 +72,40 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrecisionSummary:
+    """The precision of a graph and what its casts move in a forward; `opt.precision_plan` has all.
+
+    Attributes:
+        ambient: the low precision, None in a graph without any.
+        weight_casts: casts of parameters and buffers.
+        weight_cast_bytes: bytes that they read and write.
+        activation_casts: casts of values, those left out that a kernel does as it loads or stores.
+        activation_cast_bytes: bytes that they read and write.
+        pinned: ops that `precision_overrides` decided.
+    """
+
+    ambient: str | None
+    weight_casts: int
+    weight_cast_bytes: int
+    activation_casts: int
+    activation_cast_bytes: int
+    pinned: int
+
+    @classmethod
+    def of(cls, plan: PrecisionPlan) -> PrecisionSummary:
+        """Sum up a plan."""
+        weights = [c.bytes for c in plan.casts if c.weight]
+        values = [c.bytes for c in plan.casts if not c.weight]
+        return cls(
+            plan.ambient, len(weights), sum(weights), len(values), sum(values), len(plan.pinned)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModuleSummary:
     """What was rewritten in a module, or in the equal modules of repeated blocks.
 
@@ -106,6 +141,7 @@ class Report:
         mode: "train" or "eval".
         inputs: one text per tensor input, "input_ids: i64[2, 64]".
         totals: the graph before and after.
+        precision: the low precision and its casts.
         rules: what each rule did, the greatest saving first.
         modules: what was rewritten where, in the order of the forward.
         rewrites: the records.
@@ -128,6 +164,7 @@ class Report:
     mode: str
     inputs: tuple[str, ...]
     totals: Totals
+    precision: PrecisionSummary
     rules: tuple[RuleSummary, ...]
     modules: tuple[ModuleSummary, ...]
     rewrites: tuple[RewriteRecord, ...]
@@ -186,6 +223,7 @@ class Report:
             "mode": self.mode,
             "inputs": list(self.inputs),
             "totals": self.totals.to_dict(),
+            "precision": self.precision.to_dict(),
             "rules": [r.to_dict() for r in self.rules],
             "modules": [m.to_dict() for m in self.modules],
             "rewrites": [_rewrite(r) for r in self.rewrites],
@@ -273,6 +311,7 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
             flops_before=matrix_flops(before),
             flops_after=matrix_flops(after),
         ),
+        precision=PrecisionSummary.of(plan_of(result.captured, result.body)),
         rules=by_rule(result.rewrites, result.refusals, meanings(subject.options)),
         modules=by_module(result.rewrites),
         rewrites=tuple(result.rewrites),

@@ -161,8 +161,9 @@ def test_bench_prints_its_table(capsys):
     assert "rows" in json.loads(capsys.readouterr().out)
 
 
-def test_autocast_is_around_the_forward(capsys):
-    assert cli.main(["report", "factories:chain", "--autocast", "bf16", "--verify", "--json"]) == 0
+@pytest.mark.parametrize("option", ["--autocast", "--precision"])
+def test_low_precision(option, capsys):
+    assert cli.main(["report", "factories:chain", option, "bf16", "--verify", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert "materialize_autocast" in [row["rule"] for row in data["rules"] if row["fired"]]
     assert data["verification"]["passed"]

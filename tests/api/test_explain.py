@@ -105,3 +105,10 @@ def test_without_inputs_it_says_what_forward_takes(model):
         explain(model)
     with pytest.raises(OptionError, match="no option 'rulez'"):
         explain(model, torch.ones(4, 16), rulez="default")
+
+
+def test_precision_is_that_of_optimize(model, x):
+    found = explain(model, x, precision="bf16", precision_overrides={"0.fc": "fp32"})
+    assert "materialize_autocast" in [r.rule for r in found.rewrites]
+    with pytest.raises(OptionError, match="precision is 'fp8'"):
+        explain(model, x, precision="fp8")

@@ -96,9 +96,9 @@ def test_the_schema_names_its_version(opt: GraphoptModule) -> None:
     assert graphopt.report(opt).to_dict()["schema"] == "graphopt.report/1"
     assert SCHEMA["properties"]["schema"] == {"const": "graphopt.report/1"}
     assert list(SCHEMA["properties"]) == [
-        "schema", "graphopt", "model", "mode", "inputs", "totals", "rules", "modules", "rewrites",
-        "bytes_after_by_kind", "remaining", "refusals", "recaptures", "graphs", "verification",
-        "seconds", "passes", "environment", "code",
+        "schema", "graphopt", "model", "mode", "inputs", "totals", "precision", "rules", "modules",
+        "rewrites", "bytes_after_by_kind", "remaining", "refusals", "recaptures", "graphs",
+        "verification", "seconds", "passes", "environment", "code",
     ]  # fmt: skip
 
 
@@ -172,6 +172,16 @@ def test_max_rewrites_is_a_reason(x: torch.Tensor) -> None:
 def test_is_it_right_is_answered(opt: GraphoptModule, proof: Any) -> None:
     assert "Yes: " in graphopt.report(opt, verify=proof).text()
     assert "Not checked in this report" in graphopt.report(opt).text()
+
+
+def test_low_precision_and_its_casts_are_told(x: torch.Tensor) -> None:
+    options: dict[str, Any] = {"precision": "bf16", "precision_overrides": {"0.fc": "fp32"}}
+    made = graphopt.report(graphopt.optimize(Blocks(), x, **options))
+    assert made.precision.ambient == "bfloat16"
+    assert made.precision.weight_casts == 4  # weight and bias of two of three linears
+    assert made.precision.weight_cast_bytes == 2 * (16 * 16 + 16) * (4 + 2)
+    assert "Precision: bfloat16. A forward casts 4 weights" in made.text()
+    conforms(json.loads(made.json()), SCHEMA)
 
 
 def test_recaptures_are_told(x: torch.Tensor) -> None:
