@@ -329,6 +329,7 @@ class _NoDropout(TorchFunctionMode):
 _PROBABILITY = {
     "scaled_dot_product_attention": (4, "dropout_p"),
     "multi_head_attention_forward": (10, "dropout_p"),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), (5, "dropout")),
 }
 """Functions that drop out by another name: position and name of the probability."""
 

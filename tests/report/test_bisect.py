@@ -11,12 +11,13 @@ import torch
 from torch import fx, nn
 
 import graphopt
+from graphopt.api import PassCompiler
 from graphopt.bisect import _Search, _stretches, cure
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord, Site, site_of
 from graphopt.passes import Match, Rule, rule
 from graphopt.report.blame import BisectResult
-from graphopt.trials import Outcome
+from graphopt.trials import ContractJudge, Outcome
 
 aten = torch.ops.aten
 RIGHT = "default,-layer_norm,-add_layer_norm"
@@ -196,6 +197,31 @@ def test_a_model_with_dropout_is_compared_at_p_0(x: torch.Tensor) -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)
     found = graphopt.bisect(nn.Sequential(layer), x, rules=[RIGHT, planted("0.norm2")])
     assert [c.record.site.module for c in found.culprits] == ["0.norm2"]
+
+
+class Dropouts(nn.Module):
+    """Dropout by every name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
+        self.mha = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.channels, self.alpha = nn.Dropout2d(0.5), nn.AlphaDropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.rnn(x)[0]
+        h = h + self.mha(h, h, h, need_weights=False)[0]
+        h = nn.functional.scaled_dot_product_attention(h, h, h, None, 0.5)
+        return self.alpha(self.channels(h.unsqueeze(0)).squeeze(0))
+
+
+def test_every_dropout_is_off_when_capture_is_judged() -> None:
+    torch.manual_seed(0)
+    judge = ContractJudge(
+        Dropouts().train(), (torch.randn(2, 5, 8),), {}, PassCompiler(), None, None
+    )
+    outcome = judge.nothing()
+    assert outcome.good, outcome.detail
 
 
 def test_the_model_is_left_as_it_was(block: Model, x: torch.Tensor) -> None:
