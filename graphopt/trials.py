@@ -200,25 +200,28 @@ class ContractJudge:
             sig.flatten(eager_forward(self.model)(*args, **kwargs), flat, results=True)
             found = {f"output/{i}": y.detach() for i, y in enumerate(flat) if _is_tensor(y)}
             for m in self.body.mutations:
-                state = leaves[names.index(m.target)] if m.kind == "input" else None
-                state = self.body.attribute(m.target) if state is None else state
-                found[f"output/{m.output}"] = state.detach().clone()
-            wrt = {
-                f"grad/{n}": v
-                for n, v in zip(names, leaves, strict=True)
-                if _is_tensor(v) and v.requires_grad
-            }
-            state_grads = [k for k in like if k.startswith("grad/") and k not in wrt]
-            wrt |= {k: self.body.attribute(k.removeprefix("grad/")) for k in state_grads}
-            sent = {i: g for i, g in upstream.items() if i < len(flat) and flat[i].requires_grad}
-            grads: Sequence[torch.Tensor | None] = [None] * len(wrt)
-            if sent and wrt:
-                grads = torch.autograd.grad(
-                    [flat[i] for i in sent], list(wrt.values()), list(sent.values()),
-                    allow_unused=True,
-                )  # fmt: skip
-        both = {**found, **dict(zip(wrt, grads, strict=True))}
+                written = self.body.attribute(m.target) if m.kind != "input" else None
+                written = leaves[names.index(m.target)] if written is None else written
+                found[f"output/{m.output}"] = written.detach().clone()
+            inputs = dict(zip(names, leaves, strict=True))
+            wanted = [k for k in like if k.startswith("grad/")]
+            targets = [k.removeprefix("grad/") for k in wanted]
+            sources = [inputs[t] if t in inputs else self.body.attribute(t) for t in targets]
+            grads = _gradients(flat, sources, upstream)
+        both = {**found, **dict(zip(wanted, grads, strict=True))}
         return {k: v for k, v in both.items() if k in like}
+
+
+def _gradients(
+    outputs: Sequence[Any], sources: Sequence[torch.Tensor], upstream: Mapping[int, torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of some tensors from gradients sent into outputs, by position."""
+    sent = {i: g for i, g in upstream.items() if i < len(outputs) and outputs[i].requires_grad}
+    if not sent or not sources:
+        return [None] * len(sources)
+    return torch.autograd.grad(
+        [outputs[i] for i in sent], list(sources), list(sent.values()), allow_unused=True
+    )
 
 
 def _fresh(body: Body) -> Body:
