@@ -48,9 +48,7 @@ class Certain(TorchFunctionMode):
         super().__init__()
         self._draws: list[torch.Tensor] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a draw; answer a comparison of one that is decided."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
