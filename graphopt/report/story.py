@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from graphopt.report.kernels import kernel_table
 from graphopt.report.proof import folded_notes, proof_table, proof_text
 from graphopt.report.remaining import remaining_table
 from graphopt.report.rules import op_count, reason_table
-from graphopt.report.table import Table, percent, size
+from graphopt.report.table import Table, flops_text, percent, size
 from graphopt.report.view import Code, Heading, Part
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ def in_short(made: Report) -> str:
 def _faster(made: Report, *, stable: bool) -> list[Part]:
     t = made.totals
     less = 1 - t.bytes_after / t.bytes_before if t.bytes_before else 0.0
-    flops = _flops(t.flops_before)
+    flops = flops_text(t.flops_before)
     if t.flops_before != t.flops_after:
-        flops += f" -> {_flops(t.flops_after)}"
+        flops += f" -> {flops_text(t.flops_after)}"
     else:
         flops += ", as before"
     local = [r for r in made.rewrites if r.kind == "local"]
@@ -102,6 +103,11 @@ def _faster(made: Report, *, stable: bool) -> list[Part]:
         parts += [_rule_table(made), _meanings(made)]
     if local:
         parts += ["By module, in the order of the forward:", _module_table(made.modules)]
+    if made.kernels_used:
+        parts += [
+            "The fused kernels, and what they must move at least, by their own count:",
+            kernel_table(made.kernels_used),
+        ]
     here = [] if stable else [f"On this machine: {made.kernels}."]
     return [*parts, COUNTED, *here]
 
@@ -218,13 +224,3 @@ def _folded(made: Report) -> list[str]:
         text = str(recapture)
         counts[text] = counts.get(text, 0) + 1
     return [text + (f" (x{n})" if n > 1 else "") for text, n in counts.items()]
-
-
-def _flops(count: int) -> str:
-    """A number of floating-point operations with its decimal unit."""
-    value = float(count)
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
-        if value < 1000 or unit == "TFLOP":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "FLOP" else f"{value:.1f} {unit}"

@@ -18,6 +18,7 @@ from graphopt.graph.text import python_code
 from graphopt.options import names_checked
 from graphopt.precision import PrecisionPlan, plan_of
 from graphopt.report.fold import fold
+from graphopt.report.kernels import KernelSummary, kernels_of
 from graphopt.report.progress import progress
 from graphopt.report.remaining import Remaining, Shares, matrix_flops, remaining
 from graphopt.report.rules import (
@@ -145,6 +146,7 @@ class Report:
         rules: what each rule did, the greatest saving first.
         modules: what was rewritten where, in the order of the forward.
         rewrites: the records.
+        kernels_used: the fused kernels, and what each must move and compute.
         shares: who moves the bytes that are left.
         remaining: the ops that no rule took, and why.
         refused: the near misses by reason and line, the nearest first.
@@ -168,6 +170,7 @@ class Report:
     rules: tuple[RuleSummary, ...]
     modules: tuple[ModuleSummary, ...]
     rewrites: tuple[RewriteRecord, ...]
+    kernels_used: tuple[KernelSummary, ...]
     shares: Shares
     remaining: tuple[Remaining, ...]
     refused: tuple[RefusalSummary, ...]
@@ -227,6 +230,7 @@ class Report:
             "rules": [r.to_dict() for r in self.rules],
             "modules": [m.to_dict() for m in self.modules],
             "rewrites": [_rewrite(r) for r in self.rewrites],
+            "kernels": [k.to_dict() for k in self.kernels_used],
             "bytes_after_by_kind": self.shares.to_dict(),
             "remaining": [r.to_dict() for r in self.remaining],
             "refusals": [r.to_dict() for r in self.refused],
@@ -315,6 +319,7 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
         rules=by_rule(result.rewrites, result.refusals, meanings(subject.options)),
         modules=by_module(result.rewrites),
         rewrites=tuple(result.rewrites),
+        kernels_used=kernels_of(result.body),
         shares=shares,
         remaining=left,
         refused=by_reason(result.refusals),

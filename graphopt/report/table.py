@@ -85,3 +85,18 @@ def percent(less: float) -> str:
     """
     text = f"{-100 * less:+.0f}%"
     return "+0%" if text == "-0%" else text
+
+
+def flops_text(count: int) -> str:
+    """A number of floating-point operations with its decimal unit.
+
+    Example:
+        >>> flops_text(999), flops_text(46_900_000)
+        ('999 FLOP', '46.9 MFLOP')
+    """
+    value = float(count)
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
+        if value < 1000 or unit == "TFLOP":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "FLOP" else f"{value:.1f} {unit}"

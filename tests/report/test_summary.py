@@ -97,8 +97,8 @@ def test_the_schema_names_its_version(opt: GraphoptModule) -> None:
     assert SCHEMA["properties"]["schema"] == {"const": "graphopt.report/1"}
     assert list(SCHEMA["properties"]) == [
         "schema", "graphopt", "model", "mode", "inputs", "totals", "precision", "rules", "modules",
-        "rewrites", "bytes_after_by_kind", "remaining", "refusals", "recaptures", "graphs",
-        "verification", "seconds", "passes", "environment", "code",
+        "rewrites", "kernels", "bytes_after_by_kind", "remaining", "refusals", "recaptures",
+        "graphs", "verification", "seconds", "passes", "environment", "code",
     ]  # fmt: skip
 
 
@@ -172,6 +172,29 @@ def test_max_rewrites_is_a_reason(x: torch.Tensor) -> None:
 def test_is_it_right_is_answered(opt: GraphoptModule, proof: Any) -> None:
     assert "Yes: " in graphopt.report(opt, verify=proof).text()
     assert "Not checked in this report" in graphopt.report(opt).text()
+
+
+def test_kernels_count_themselves(opt: GraphoptModule) -> None:
+    made = graphopt.report(opt)
+    rows = {k.op: k for k in made.kernels_used}
+    norm = rows["graphopt.add_layer_norm"]
+    # Two inputs and two outputs of 2 x 3 x 16 floats; weight and bias; mean and rstd of 6 rows.
+    floats = 4 * 2 * 3 * 16 + 2 * 16 + 2 * 6
+    assert norm.calls == 3
+    assert norm.bytes_forward == 3 * 4 * floats
+    assert norm.bytes_backward > norm.bytes_forward
+    assert "graphopt.add_layer_norm      3" in made.text()
+
+
+def test_kernels_are_counted_where_sizes_are_symbolic(x: torch.Tensor) -> None:
+    fixed = graphopt.report(graphopt.optimize(Blocks(), x)).kernels_used
+    assert graphopt.report(graphopt.optimize(Blocks(), x, dynamic=True)).kernels_used == fixed
+
+
+def test_without_gradients_kernels_have_no_backward(x: torch.Tensor) -> None:
+    with torch.no_grad():
+        made = graphopt.report(graphopt.optimize(Blocks(), x))
+    assert {k.bytes_backward for k in made.kernels_used} == {0}
 
 
 def test_low_precision_and_its_casts_are_told(x: torch.Tensor) -> None:
