@@ -47,11 +47,15 @@ def results(name: str) -> tuple[Report, DiffResult]:
     return graphopt.report(opt, verify=proof), graphopt.diff(opt)
 
 
+def files(name: str) -> list[str]:
+    """The files of a model: its report, and for some its diff."""
+    return [f"{name}.txt", *([f"{name}.diff.txt"] if name in DIFFS else [])]
+
+
 def texts(name: str) -> dict[str, str]:
     """File name -> text."""
     report, diff = results(name)
-    found = {f"{name}.txt": report.text(stable=True)}
-    return found | ({f"{name}.diff.txt": f"{diff!r}\n"} if name in DIFFS else {})
+    return dict(zip(files(name), (report.text(stable=True), f"{diff!r}\n"), strict=False))
 
 
 def differences(name: str) -> list[str]:
