@@ -10,7 +10,7 @@ from graphopt.graph.record import Site
 from graphopt.numerics import Comparison
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Check:
     """The verdict on one rewrite, or on the whole step.
 
@@ -46,6 +46,10 @@ class Check:
         if self.kind == "whole":
             return self.rule
         return f"rewrite #{self.ordinal} {self.rule} at {self.site}"
+
+    def __repr__(self) -> str:
+        """The same phrase with the verdict; `.comparison` has the errors."""
+        return f"<{self}: {self.status}{f', {self.reason}' if self.reason else ''}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

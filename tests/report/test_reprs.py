@@ -74,6 +74,13 @@ def test_records_and_refusals_are_one_line(opt: nn.Module) -> None:
     assert refusals
 
 
+def test_a_check_is_one_line(opt: nn.Module) -> None:
+    result = graphopt.verify(opt, torch.ones(2, 8))
+    assert repr(result.whole) == "<the whole step: right>"
+    assert all(repr(c).startswith(f"<rewrite #{c.ordinal} {c.rule} at ") for c in result.checks)
+    assert all(repr(c).endswith(": right>") for c in result.checks)
+
+
 def test_results_have_html_for_notebooks(opt: nn.Module) -> None:
     x = torch.ones(2, 8)
     results = [
