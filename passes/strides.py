@@ -26,6 +26,8 @@ COPY_OF = "graphopt_copy_of"
 
 def same_strides(a: Any, b: Any) -> bool:
     """Whether two values surely lie in memory alike; sizes of 1 have no layout."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return all(map(same_strides, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return True
     triples = zip(a.shape, a.stride(), b.stride(), strict=True)
@@ -128,7 +130,11 @@ class KeepOutputStrides:
             return
         before = copy_graph(body.graph)
         editor = Editor(body.graph, self.name)
+        copies: dict[fx.Node, fx.Node] = {}  # a value that is returned twice stays one tensor
         for i in moved:
-            values[i] = lay_out(values[i], self.captured[i], output, editor) or values[i]
+            node = values[i]
+            if node not in copies:
+                copies[node] = lay_out(node, self.captured[i], output, editor) or node
+            values[i] = copies[node]
         output.args = (tuple(values),)
         log.add_global(self.name, before, body, ())

@@ -58,6 +58,26 @@ def test_what_follows_a_dropout_keeps_its_strides():
     assert got.stride() == function(x).stride()
 
 
+def test_parts_of_a_value_keep_their_strides():
+    def function(x):
+        return (F.silu(x) * x.sin()).chunk(2, 0)[1]
+
+    x = heads()
+    got = run(run_pipeline(body_of(function, (x,))).body, (x,))[0]
+    assert got.stride() == function(x).stride()
+
+
+def test_a_value_that_is_returned_twice_stays_one_tensor():
+    def function(x):
+        y = F.silu(x) * x.sin()
+        return y, y
+
+    x = heads()
+    one, other = run(run_pipeline(body_of(function, (x,))).body, (x,))
+    assert one.stride() == function(x)[0].stride()
+    assert one is other
+
+
 def test_a_view_behind_a_dropout_gets_a_copy():
     def function(x):
         return F.dropout(x, 0.5, True).transpose(1, 2).view(2, 5, 24) * 2
