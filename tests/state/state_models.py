@@ -131,11 +131,11 @@ def gpt2() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    """A residual network from timm, two narrow stages deep."""
+    """A residual network from timm, four narrow stages of one block."""
     from timm.models.resnet import BasicBlock, ResNet
 
     made: nn.Module = ResNet(
-        BasicBlock, layers=(1, 1), channels=(6, 8), num_classes=5, stem_width=6, drop_rate=0.0
+        BasicBlock, layers=(1, 1, 1, 1), channels=(6, 6, 8, 8), num_classes=5, stem_width=6
     )
     return made
 

@@ -6,6 +6,7 @@ python tests/state/run.py --examples 300 --steps 40     the same, with counts of
 
 from __future__ import annotations
 
+import collections
 import os
 from typing import Any
 
@@ -20,22 +21,24 @@ import graphopt
 import graphopt.kernels
 
 EXAMPLES = int(os.environ.get("GRAPHOPT_STATE_EXAMPLES", "0"))
-STEPS = int(os.environ.get("GRAPHOPT_STATE_STEPS", "12"))
+STEPS = int(os.environ.get("GRAPHOPT_STATE_STEPS", "6"))
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphopt.errors.GraphoptWarning")
 
 
 def machine_of(subject: Subject) -> type[Twins]:
-    return type(f"Twins_{subject.name}", (Twins,), {"subject": subject})
+    attributes = {"subject": subject, "counts": collections.Counter()}
+    return type(f"Twins_{subject.name}", (Twins,), attributes)
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
 def test_source_and_twin_stay_the_same(subject: Subject) -> None:
+    machine = machine_of(subject)
     run_state_machine_as_test(
-        machine_of(subject),
+        machine,
         settings=settings(
-            max_examples=EXAMPLES or 1,
+            max_examples=EXAMPLES or 2,
             stateful_step_count=STEPS,
             derandomize=not EXAMPLES,
             database=None,
@@ -45,6 +48,7 @@ def test_source_and_twin_stay_the_same(subject: Subject) -> None:
             print_blob=True,
         ),
     )
+    assert machine.counts["step"] >= 1
 
 
 class Checked:
