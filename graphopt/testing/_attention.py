@@ -57,10 +57,11 @@ def _turned(b: Builder, x: str, cos: str, sin: str) -> str:
 def _angles(b: Builder, q: str) -> tuple[str, str]:
     """Cosines and sines [S, HEAD] from index algebra, in float32 or in the value's dtype."""
     steps = f"1.0 / (100.0 ** (torch.arange(0, {HEAD}, 2).float() / {HEAD}))"
-    angles = b(f"torch.outer(torch.arange({{0}}.shape[2]).float(), {steps})", q)
-    both = b("torch.cat(({0}, {0}), -1)", angles)
+    angles = b(f"torch.outer(torch.arange({{0}}.shape[2]).float(), {steps})", q, mask=True)
+    both = b("torch.cat(({0}, {0}), -1)", angles, mask=True)
     low = b.choose.pick((".to({1}.dtype)", ""))
-    return b(f"{{0}}.cos(){low}", both, q), b(f"{{0}}.sin(){low}", both, q)
+    cos = b(f"{{0}}.cos(){low}", both, q, mask=True)
+    return cos, b(f"{{0}}.sin(){low}", both, q, mask=True)
 
 
 def rope(b: Builder, x: str) -> str:

@@ -53,7 +53,7 @@ class _Value:
     at: tuple[torch.Tensor, ...]
     fresh: bool = False  # made by an op that keeps neither its result nor a view, and unread
     dead: bool = False  # written over: its number is no longer used
-    mask: bool = False  # may hold infinities: only its own idiom goes on from it
+    mask: bool = False  # a mask or a constant: only its own idiom goes on from it
 
 
 class Builder:
@@ -113,7 +113,7 @@ class Builder:
             args: names of the operands.
             keep: it writes into its first operand, which is called by the result's name from here.
             fresh: its result may be written into, as long as nothing reads it.
-            mask: its result may hold infinities.
+            mask: its own idiom alone goes on from it: a mask, with infinities, or a constant.
 
         Raises:
             MisfitError: when it does not run, or gives what no program may hold.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import torch
-from twins import Pair, Run, Scenario
+from twins import Pair, Run, Scenario, same_memory
 
 import graphopt
 from graphopt import prover
@@ -23,12 +23,14 @@ from graphopt.passes.fusion import linear as linear_rules
 from graphopt.prover import AGREEMENT
 from graphopt.replay import dropout_arguments
 from graphopt.testing.programs import Program, minimize, random_program
-from graphopt.verdict import Check
+from graphopt.verdict import Check, VerifyResult
 
 DRAWS = 8
 """Over how many inputs a comparison is taken that fails on the first: luck averages out."""
 SURE = 100.0
 """From this ratio to eager's error on it is no luck."""
+SURE_OF_KNOWN = 10_000.0
+"""And from this one where torch's own op is known to round more: a saturated softmax, say."""
 NO_DIGIT = 0.5
 """Eager's relative error from which a value is its rounding: a gradient that is zero in truth."""
 TORCHS_OWN = ("gelu", "gelu_tanh", "silu", "softmax", "attention", "cross_entropy")
@@ -200,6 +202,9 @@ def _check_verify(pair: Pair, found: Outcome, seed: int, sizes: Mapping[str, int
                 found.notes.add("a gradient that is nothing but rounding, in eager too")
                 continue
             sure = not _rounds_too_much(check)
+            if _badly_conditioned(check, result):
+                found.notes.add("the whole agrees in float64 to 1e-6, each rewrite to 1e-9")
+                continue
             if not sure and check.rule in TORCHS_OWN:
                 known = known or f"torch's own {check.rule} rounds more than what was written out"
             if not sure and (known or _no_measure(check.comparison)):
@@ -221,6 +226,13 @@ def _rounds_too_much(check: Check) -> bool:
     """Whether a check failed by the error contract alone: right in float64, too coarse."""
     agrees = check.agreement is not None and check.agreement <= AGREEMENT  # None: not checked
     return agrees and check.comparison is not None and not check.comparison.passed
+
+
+def _badly_conditioned(check: Check, result: VerifyResult) -> bool:
+    """Whether rewrites that each agree to all digits add up to a few digits less."""
+    whole, agreement = check.kind == "whole", check.agreement
+    right = all(c.agreement is not None and c.agreement <= AGREEMENT for c in result.checks)
+    return whole and right and agreement is not None and AGREEMENT < agreement <= 1e-6
 
 
 def _has_no_digit(check: Check) -> bool:
@@ -277,7 +289,7 @@ def _check_runs(
     if pair.all_double:
         _check_double(eager, optimized, found)
     for a, b in zip(eager, optimized, strict=True):
-        if a.memory != b.memory:
+        if not same_memory(a, b):
             found.faults["memory"] = f"strides and sharing {b.memory} where eager has {a.memory}"
         elif a.requires_grad != b.requires_grad:
             found.faults["memory"] = f"requires_grad {b.requires_grad}, eager {a.requires_grad}"

@@ -187,8 +187,27 @@ def _memory(outputs: Any, inputs: Any, module: nn.Module) -> Any:
     everything = [*outputs, *inputs, *state]
     first: dict[int, int] = {}
     groups = [first.setdefault(t.untyped_storage().data_ptr(), i) for i, t in enumerate(everything)]
-    strides = [tuple(s for n, s in zip(y.shape, y.stride(), strict=True) if n > 1) for y in outputs]
+    strides = [
+        tuple(s for n, s in zip(y.shape, y.stride(), strict=True) if n > 1) if _dense(y) else ()
+        for y in outputs
+    ]
     return strides, groups
+
+
+def same_memory(eager: Run, optimized: Run) -> bool:
+    """Equal sharing, and equal strides of what fills its memory (a part of a value need not)."""
+    layouts = zip(eager.memory[0], optimized.memory[0], strict=True)
+    return eager.memory[1] == optimized.memory[1] and all(a == b for a, b in layouts if a)
+
+
+def _dense(y: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(y.shape, y.stride(), strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @contextlib.contextmanager
