@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,17 @@ import torch
 
 from graphopt.graph.float64 import to_float64
 
-__all__ = ["Comparison", "TensorError", "compare", "only_mean_failed", "pool", "to_float64"]
+__all__ = [
+    "Comparison",
+    "TensorError",
+    "compare",
+    "may_be_luck",
+    "nudged",
+    "only_mean_failed",
+    "pool",
+    "settle",
+    "to_float64",
+]
 
 MAX_GEOMETRIC_MEAN = 1.05
 MAX_RATIO = 2.0
@@ -223,6 +234,56 @@ def pool(draws: Sequence[Comparison]) -> Comparison:
 def only_mean_failed(comparison: Comparison) -> bool:
     """Whether a comparison failed by its geometric mean alone, so that more draws may settle it."""
     return not comparison.passed and all(t.passed for t in comparison.tensors)
+
+
+LUCK = 16.0
+"""From this ratio to eager's error on, a tensor is off on any input."""
+
+
+def may_be_luck(comparison: Comparison) -> bool:
+    """Whether a comparison failed by so little that other inputs may show it as luck.
+
+    A tensor that is the small difference of large terms has an error that is a single draw.
+    """
+    bad = [t for t in comparison.tensors if not t.passed]
+    return not comparison.passed and all(off_by_size(t) and t.ratio < LUCK for t in bad)
+
+
+def settle(first: Comparison, draws: Sequence[Comparison]) -> Comparison:
+    """The first comparison, with what was luck in it settled by others of the same step.
+
+    A tensor that was off by its size stays so where it is off in most of the draws; the geometric
+    mean is that of all draws.
+
+    Args:
+        first: the comparison that failed.
+        draws: comparisons on inputs moved by a few roundings, from other upstream gradients.
+    """
+    found = pool([first, *draws])
+    tensors = []
+    for i, t in enumerate(first.tensors):
+        others = [d.tensors[i] for d in draws]
+        most = sum(not o.passed for o in others) > len(others) / 2
+        ratio = statistics.median([t.ratio, *(o.ratio for o in others)])
+        if not t.passed and not most and ratio <= MAX_RATIO:
+            t = dataclasses.replace(t, ratio=ratio, verdict="ok")
+        tensors.append(t)
+    return dataclasses.replace(found, tensors=tuple(tensors))
+
+
+def off_by_size(t: TensorError) -> bool:
+    """Whether a tensor is off by the size of its error alone."""
+    return t.verdict.startswith(("error ", "greatest error "))
+
+
+def nudged(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """A copy whose floating values are moved by about two roundings each."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    factor = 1 + 2 * torch.finfo(tensor.dtype).eps * noise.to(tensor.device)
+    return (tensor.double() * factor).to(tensor.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -336,17 +336,31 @@ def _check_pattern(model: nn.Module, pattern: str) -> None:
     path, both, op = pattern.partition("::")
     paths = [name for name, _ in model.named_modules()]
     is_path = any(fnmatch.fnmatchcase(p, path) for p in paths)
-    is_op = any(
-        fnmatch.fnmatchcase(n, op if both else path)
-        for o in dir(torch.ops.aten)
-        for n in (o, f"aten.{o}")
-    )
-    if (is_path and is_op) if both else (is_path or is_op or path.count(".") == 2):
+    is_op = _names_an_op(op if both else path)
+    if (is_path and is_op) if both else (is_path or is_op):
         return
+    inside = path.removesuffix(".*")
+    if not both and inside in paths:
+        raise OptionError(
+            f"precision_overrides: there is no module inside {inside!r}", try_=repr(inside)
+        )
     near = difflib.get_close_matches(path, paths, n=1)
     raise OptionError(
         f"precision_overrides: {pattern!r} names neither a module nor an op",
         try_=repr(near[0]) if near else "a path of model.named_modules(), or an op as 'softmax'",
+    )
+
+
+def _names_an_op(pattern: str) -> bool:
+    """Whether a pattern names an ATen op: "softmax", "aten.softmax", "aten.softmax.int"."""
+    name, _, overload = pattern.removeprefix("aten.").partition(".")
+    packets = fnmatch.filter(dir(torch.ops.aten), name)
+    if not overload:
+        return bool(packets)
+    return any(
+        fnmatch.filter(getattr(torch.ops.aten, p).overloads(), overload)
+        for p in packets
+        if isinstance(getattr(torch.ops.aten, p), torch._ops.OpOverloadPacket)
     )
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord, Site
-from graphopt.numerics import Comparison, compare, only_mean_failed, pool
+from graphopt.numerics import Comparison, compare, may_be_luck, nudged, settle
 from graphopt.replay import (
     State,
     Watch,
@@ -32,7 +32,7 @@ AGREEMENT = 1e-9
 """Greatest relative L2 difference, in float64, between a subgraph and what replaced it."""
 
 DRAWS = 8
-"""From how many upstream gradients a geometric mean is taken that is too high in the first."""
+"""How many draws of inputs and upstream gradients settle what is a little off in the first."""
 
 Verdict = tuple[str, str, "float | None", "Comparison | None"]
 """Status, reason, agreement in float64, comparison."""
@@ -146,23 +146,28 @@ class Prover:
     def _verdict(
         self, before: fx.Graph, after: fx.Graph, ambient: tuple[bool, bool], broken: str | None
     ) -> Verdict:
-        """Judge two whole graphs; other upstream gradients settle a mean that is just too high."""
+        """Judge two whole graphs; other draws settle what is just too high."""
         steps = self._steps(before, after, *ambient)
         comparison = steps.compare()
-        if only_mean_failed(comparison) and self.backward:
+        if may_be_luck(comparison):
             draws = [self._draw(before, after, ambient, k) for k in range(1, DRAWS)]
-            comparison = pool([comparison, *draws])
+            comparison = settle(comparison, draws)
         return steps.verdict(broken, comparison)
 
     def _draw(
         self, before: fx.Graph, after: fx.Graph, ambient: tuple[bool, bool], number: int
     ) -> Comparison:
-        """The comparison from other upstream gradients."""
+        """The comparison on inputs moved by a few roundings, from other upstream gradients."""
         base = Step({}, {}, {} if self._base is None else self._base.drawn)
         seed = self.seed + 1000 * number
-        eager = self._run(before, ambient[0], base, seed)
+        moved = [
+            nudged(v, seed + i) if isinstance(v, torch.Tensor) else v
+            for i, v in enumerate(self.inputs)
+        ]
+        eager = self._run(before, ambient[0], base, seed, inputs=moved)
         optimized, eager64 = (
-            self._run(g, a, eager, seed) for g, a in ((after, ambient[1]), (before, None))
+            self._run(g, a, eager, seed, inputs=moved)
+            for g, a in ((after, ambient[1]), (before, None))
         )
         return compare(eager.tensors, optimized.tensors, eager64.tensors)
 
@@ -212,11 +217,12 @@ class Prover:
         seed: int,
         given: Mapping[str, Any] | None = None,
         inside: Collection[str] = (),
+        inputs: Sequence[Any] | None = None,
     ) -> Step:
         return step(
             graph,
             self.attribute,
-            self.inputs,
+            self.inputs if inputs is None else inputs,
             self.names,
             backward=self.backward,
             double=ambient is None,

@@ -186,11 +186,13 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
             needs = ctx.needs_input_grad
             if all(g is None for g in grads):
                 return (None,) * len(needs)
+            # Outside the guard: torch.utils.checkpoint runs the forward again to give them.
+            saved = ctx.saved_tensors
             if not torch.is_grad_enabled():
                 with torch._C._AutoDispatchBelowAutograd():
-                    return gradient.backward(ctx.saved_tensors, ctx.kept, needs, grads)
+                    return gradient.backward(saved, ctx.kept, needs, grads)
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-                results = gradient.backward(ctx.saved_tensors, ctx.kept, needs, grads)
+                results = gradient.backward(saved, ctx.kept, needs, grads)
             return _once(name, results, (*ctx.saved_tensors, *grads))
 
     Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"

@@ -146,6 +146,15 @@ _RETURNS_ITSELF = {
 }
 
 
+def _is_given(node: fx.Node) -> bool:
+    """Whether a value is, or is a view of, an input or state."""
+    while node.op == "call_function" and ops.is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" or (
+        node.op == "get_attr" and not str(node.target).startswith(CONSTANTS + ".")
+    )
+
+
 def drop_no_ops(body: Body, editor: Editor) -> int:
     """Replace each call that gives back its operand by the operand; returns how many.
 
@@ -168,6 +177,8 @@ def drop_no_ops(body: Body, editor: Editor) -> int:
         if node.target is aten.clone.default:
             # Without the clone, an output could share storage with an input or another output.
             keeps = facts.leaves(node) or facts.leaves(x)
+            # It may stand there so that the original can be written before the backward is done.
+            keeps = keeps or (body.grad and _is_given(x))
         if not keeps and isinstance(value, torch.Tensor) and test(node, value):
             editor.replace_uses(node, x)
             count += 1

@@ -391,6 +391,8 @@ def _isolated() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
+        # the caller's hooks on saved tensors (torch.utils.checkpoint's) are not for fake tensors
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         torch.set_autocast_cache_enabled(False)  # it would keep casts of fake tensors
         for log in loggers:
             log.setLevel(logging.CRITICAL)
@@ -400,6 +402,10 @@ def _isolated() -> Iterator[None]:
             for log, level in zip(loggers, levels, strict=True):
                 log.setLevel(level)
             torch.set_autocast_cache_enabled(cached)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _device(module: nn.Module, leaves: list[torch.Tensor]) -> torch.device:

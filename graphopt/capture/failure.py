@@ -26,7 +26,7 @@ _SITE = tuple({sysconfig.get_path(k) + os.sep for k in ("purelib", "platlib")})
 @functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's, nor ours, nor the standard library's."""
-    if filename.startswith((_TORCH, _HERE)) or filename.startswith("<frozen"):
+    if filename.startswith((_TORCH, _HERE, "<frozen", "<string")):
         return False
     return filename.startswith(_SITE) or not filename.startswith(_STDLIB)
 
@@ -68,15 +68,18 @@ def user_frame(error: BaseException | None = None) -> str | None:
 
 def _frames_of(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
     """Frames of the error, or of what caused it when the error itself holds no user frame."""
-    seen = 0
+    chain: list[list[tuple[types.FrameType, int]]] = []
     current: BaseException | None = error
-    while current is not None and seen < 10:
-        frames = list(traceback.walk_tb(current.__traceback__))
-        if any(is_users(f.f_code.co_filename) and "self" in f.f_locals for f, _ in frames):
-            yield from frames
-            return
-        current, seen = current.__cause__ or current.__context__, seen + 1
-    yield from traceback.walk_tb(error.__traceback__)
+    while current is not None and len(chain) < 10:
+        chain.append(list(traceback.walk_tb(current.__traceback__)))
+        current = current.__cause__ or current.__context__
+    for in_method in (True, False):  # a free function may stand in for a forward
+        for frames in chain:
+            users = (f for f, _ in frames if is_users(f.f_code.co_filename))
+            if any("self" in f.f_locals or not in_method for f in users):
+                yield from frames
+                return
+    yield from chain[0]
 
 
 def _is_models_own(error: BaseException) -> bool:

@@ -84,6 +84,7 @@ class Impure(TorchFunctionMode):
         self._outer: set[int] = set()
         self._arguments: set[int] = set()
         self._thread = -1
+        self._inference = torch.is_inference_mode_enabled()  # a trace runs outside it
 
     @contextlib.contextmanager
     def watching(self, arguments: tuple[Any, ...], state: Iterable[Any]) -> Iterator[None]:
@@ -101,8 +102,13 @@ class Impure(TorchFunctionMode):
         self._outer = {id(t) for t in (*arguments, *state)}
         kind: Any = type(os.environ)
         saved = [(owner, name, getattr(owner, name)) for owner, name in _OUTSIDE]
-        read, printing = kind.__getitem__, builtins.print
+        read, printing, inference = (
+            kind.__getitem__,
+            builtins.print,
+            torch.is_inference_mode_enabled,
+        )
         try:
+            torch.is_inference_mode_enabled = self._told(inference)
             for owner, name, original in saved:
                 setattr(owner, name, self._refusing(owner, name, original))
             kind.__getitem__ = self._noting(read)
@@ -112,6 +118,7 @@ class Impure(TorchFunctionMode):
         finally:
             kind.__getitem__ = read
             builtins.print = printing
+            torch.is_inference_mode_enabled = inference
             for owner, name, original in saved:
                 setattr(owner, name, original)
             self._thread = -1
@@ -128,6 +135,14 @@ class Impure(TorchFunctionMode):
             return original(*args, **kwargs)
 
         return refuse
+
+    def _told(self, original: Any) -> Any:
+        def is_inference_mode_enabled() -> bool:
+            if self._here() and is_users(sys._getframe(1).f_code.co_filename):
+                return self._inference
+            return bool(original())
+
+        return is_inference_mode_enabled
 
     def _printing(self, original: Any) -> Any:
         def printing(*args: Any, **kwargs: Any) -> None:

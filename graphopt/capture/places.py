@@ -96,9 +96,13 @@ class Places:
                 self.registers.append((own[name], label))
             elif id(owner) in self._paths and isinstance(value, torch.Tensor):  # read live
                 self.tensors.append((own, name, label))
-            elif name != "forward" or not getattr(value, ATTACHED, False):  # our own, put there
+            elif name != "forward" or not getattr(value, ATTACHED, False):
                 self._cell(own, name, value, label)
                 self._content(value, label)
+            elif value.previous is not None:  # our own, put there over another
+                self._content(value.previous, label)
+            else:
+                self._of_class(owner, name, label)
             return
         if isinstance(owner, nn.Module):
             for kept in (owner._parameters, owner._buffers):

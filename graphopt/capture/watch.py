@@ -97,7 +97,7 @@ def refuse_checkpointing(module: nn.Module) -> None:
         return
     for path, child in module.named_modules():
         if child.__dict__.get("gradient_checkpointing") is True and child.training:
-            raise _checkpointing(f"in {path or type(module).__name__}")
+            raise _checkpointing(f"{path or 'the root module'}.gradient_checkpointing is True")
 
 
 def _checkpointing(at: str | None) -> CaptureError:
@@ -105,7 +105,8 @@ def _checkpointing(at: str | None) -> CaptureError:
         "activation checkpointing inside the model",
         at=at,
         why="capture would inline the region, so that the memory it saves is lost",
-        try_="turn it off (model.gradient_checkpointing_disable()); use memory_budget= instead",
+        try_="turn it off (model.gradient_checkpointing_disable()); torch.utils.checkpoint(...,"
+        " use_reentrant=False) around the optimized module, or around attached blocks, works",
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<fn>\S+)\n\s+(?P<code>[^\n]*)'
 )
@@ -24,7 +25,7 @@ class Site:
         module: path of the module that computed it ("layers.0.mlp"), "" for the root.
         module_class: class name of that module.
         file: source file of the innermost frame outside torch (the line that calls `self.norm(x)`,
-            not one in torch's LayerNorm), torch's where there is no other, None where there is none.
+            not one in torch's LayerNorm); torch's where there is no other, None where is none.
         line: line in that file.
         code: the text of that line.
     """
@@ -158,6 +159,9 @@ def site_of(node: fx.Node) -> Site:
     if not frames:
         return Site(path, cls)
     # A frame of torch's own modules tells a user nothing; the line that called them does.
+    frames = [f for f in frames if not f[0].startswith(_HERE)]
+    if not frames:
+        return Site(path, cls)
     outside = [f for f in frames if not f[0].startswith(_TORCH)]
     file, line, _fn, code = (outside or frames)[-1]
     return Site(path, cls, file, int(line), code.strip())

@@ -8,6 +8,7 @@ import torch
 
 from graphopt.capture import signature as sig
 from graphopt.graph.float64 import DOUBLE
+from graphopt.numerics import nudged
 
 
 def copy_arguments(
@@ -68,21 +69,11 @@ def _copy(
     key = leaf.untyped_storage()._cdata
     if key not in storages:
         whole = torch.as_strided(value, (size,), (1,), 0)
-        storages[key] = whole.clone() if nudge is None else _nudged(whole, nudge + len(storages))
+        storages[key] = whole.clone() if nudge is None else nudged(whole, nudge + len(storages))
     base = storages[key]
     if base.dtype != leaf.dtype:
         base = base.view(leaf.dtype)
     return torch.as_strided(base, leaf.shape, leaf.stride(), leaf.storage_offset())
-
-
-def _nudged(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """A copy whose floating values are moved by about two roundings each."""
-    if not tensor.is_floating_point():
-        return tensor.clone()
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-    factor = 1 + 2 * torch.finfo(tensor.dtype).eps * noise.to(tensor.device)
-    return (tensor.double() * factor).to(tensor.dtype)
 
 
 def argument_names(

@@ -607,3 +607,14 @@ def test_a_cache_is_refused_until_it_is_filled():
         model.eval()
         want = model(X)
         assert torch.equal(opt(X), want)
+
+
+def test_inference_mode_is_the_callers() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (13 if torch.is_inference_mode_enabled() else 1)
+
+    opt = GraphoptModule(Asks())
+    assert opt(torch.ones(2)).tolist() == [1.0, 1.0]
+    with torch.inference_mode():
+        assert opt(torch.ones(2)).tolist() == [13.0, 13.0]

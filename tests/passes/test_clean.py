@@ -43,11 +43,19 @@ X = torch.tensor([[-0.0, 1.0, float("nan")], [float("inf"), -2.0, 3.0]])
         lambda x: F.dropout(x, 0.5, False) + 1,
         lambda x: F.dropout(x, 0.0, True) + 1,
         lambda x: x.type_as(x) + 1,
-        lambda x: x.clone() + 1,
     ],
 )
 def test_no_ops_go(function):
     assert ops_after(function, X) == ["add.Tensor"]
+
+
+def test_a_clone_inside_goes_and_one_of_an_input_stays():
+    assert ops_after(lambda x: x.exp().clone() + 1, X) == ["exp.default", "add.Tensor"]
+    assert ops_after(lambda x: x[0].clone() + 1, X) == [
+        "select.int",
+        "clone.default",
+        "add.Tensor",
+    ]
 
 
 def test_a_float_plus_zero_stays_since_it_turns_minus_zero():

@@ -122,6 +122,7 @@ def test_an_override_keeps_a_module_in_float32() -> None:
     [
         ({"linear": "fp32"}, {"float32"}),
         ({"aten.linear": torch.float32}, {"float32"}),
+        ({"aten.linear.default": "fp32"}, {"float32"}),
         ({"*::linear": "fp32"}, {"float32"}),
         ({"up::linear": "fp32"}, {"float32", "bfloat16"}),
         ({"up::softmax": "fp32"}, {"bfloat16"}),
@@ -146,6 +147,9 @@ def test_patterns(overrides: dict[str, object], dtypes: set[str]) -> None:
         ({"precision_overrides": ["down"]}, "a dict"),
         ({"precision_overrides": {3: "fp32"}}, "the key 3"),
         ({"precision_overrides": {"down::lin": "fp32"}}, "neither"),
+        ({"precision_overrides": {"down.7.*": "fp32"}}, "neither"),
+        ({"precision_overrides": {"down.*": "fp32"}}, "no module inside"),
+        ({"precision_overrides": {"aten.linear.other": "fp32"}}, "neither"),
     ],
 )
 def test_wrong_options(options: dict[str, object], word: str) -> None:
