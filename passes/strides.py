@@ -133,8 +133,21 @@ class KeepOutputStrides:
         copies: dict[fx.Node, fx.Node] = {}  # a value that is returned twice stays one tensor
         for i in moved:
             node = values[i]
-            if node not in copies:
-                copies[node] = lay_out(node, self.captured[i], output, editor) or node
-            values[i] = copies[node]
+            if node not in copies and not same_strides(node.meta["val"], self.captured[i]):
+                copies[node] = self._copied(node, self.captured[i], output, editor)
+            values[i] = copies.get(node, node)
         output.args = (tuple(values),)
         log.add_global(self.name, before, body, ())
+
+    @staticmethod
+    def _copied(node: fx.Node, wanted: torch.Tensor, output: fx.Node, editor: Editor) -> fx.Node:
+        """A copy that every reader is given, so that a view of it shares its memory as in eager."""
+        readers = list(node.users)
+        copy = lay_out(node, wanted, min(readers), editor)
+        if copy is None:
+            return node
+        for reader in readers:
+            if reader is not output:
+                editor.replace_use(reader, node, copy)
+        settle(copy, node.meta["val"], editor)
+        return copy

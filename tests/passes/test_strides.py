@@ -78,6 +78,17 @@ def test_a_value_that_is_returned_twice_stays_one_tensor():
     assert one is other
 
 
+def test_a_value_and_a_part_of_it_share_memory():
+    def function(x):
+        y = F.silu(x) * x.sin()
+        return y.chunk(2, -1)[1], y, y[:, 1:]
+
+    x = heads()
+    values = run(run_pipeline(body_of(function, (x,))).body, (x,))
+    assert [v.stride() for v in values] == [v.stride() for v in function(x)]
+    assert len({v.untyped_storage().data_ptr() for v in values}) == 1
+
+
 def test_a_view_behind_a_dropout_gets_a_copy():
     def function(x):
         return F.dropout(x, 0.5, True).transpose(1, 2).view(2, 5, 24) * 2
