@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graphopt.capture.entry import Entry
+from graphopt.graph import facts
 from graphopt.kernels import _norm_reference
 from graphopt.passes import all_rules, clean
 from graphopt.passes.rule import Match
@@ -194,3 +195,13 @@ def through_bf16(right: Any, m: Match) -> fx.Node:
 def through(value: Any) -> Any:
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.bfloat16().to(value.dtype) if floating else value
+
+
+@contextlib.contextmanager
+def copies_dropped() -> Any:
+    """A copy is dropped wherever it stands: nothing leaves the graph, nothing is an input."""
+    with (
+        mock.patch.object(facts.Facts, "leaves", return_value=False),
+        mock.patch.object(clean, "_is_given", return_value=False),
+    ):
+        yield
