@@ -53,7 +53,14 @@ def _(m: Match) -> str | None:
         u.target is not aten.reshape.default for u in m.root.users
     ):
         return "the cast makes an expanded tensor dense, which is relied upon"
+    if target is aten.expand.default and not by_autocast(m.root):
+        return "the gradient of the expand would be summed in low precision, which the user did not"
     return None
+
+
+def by_autocast(cast: fx.Node) -> bool:
+    """Whether a cast was written for an autocast, and not by the user."""
+    return cast.meta.get("graphopt_rule") == "materialize_autocast"
 
 
 def _view(m: Match) -> fx.Node:
@@ -73,7 +80,10 @@ def is_contiguous(x: torch.Tensor) -> bool:
 @cast_before_view.replace
 def _(m: Match) -> fx.Node:
     view = _view(m)
-    return m.call(view.target, m.call(aten.to.dtype, m.x, m.dtype), *view.args[1:], **view.kwargs)
+    cast = m.call(aten.to.dtype, m.x, m.dtype)
+    if by_autocast(m.root):
+        cast.meta["graphopt_rule"] = m.root.meta["graphopt_rule"]
+    return m.call(view.target, cast, *view.args[1:], **view.kwargs)
 
 
 @cast_before_view.spellings
@@ -82,7 +92,6 @@ def _() -> Iterator[Spelling]:
     yield lambda x: (x * 2).view(-1).to(low), (x,)
     yield lambda x: (x * 2).t().reshape(-1).to(low), (x,)
     yield lambda x: (x * 2).transpose(0, 1).to(low), (x,)
-    yield lambda x: (x * 2)[None].expand(2, 3, 4).reshape(6, 4).to(low), (x,)
 
 
 @cast_before_view.refuses
@@ -96,3 +105,4 @@ def _() -> Iterator[Spelling]:
     yield lambda x: x.view(-1).to(torch.bfloat16), (x,)
     yield lambda x: (x * 2).view(-1).to(torch.float64), (x,)
     yield lambda x: (x * 2)[None].expand(2, 3, 4).to(torch.bfloat16), (x,)
+    yield lambda x: (x * 2)[None].expand(2, 3, 4).to(torch.bfloat16).reshape(6, 4), (x,)
