@@ -198,7 +198,7 @@ def test_without_blame_no_rewrite_is_looked_for() -> None:
     assert error.suspect.rule == ""
 
 
-def test_without_hypothesis_all_but_the_strategies_works() -> None:
+def test_without_hypothesis_all_but_the_strategies_works(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['hypothesis'] = None\n"
         "import graphopt\n"
@@ -206,7 +206,9 @@ def test_without_hypothesis_all_but_the_strategies_works() -> None:
         "try:\n    graphopt.testing.tensors\n"
         "except graphopt.UnsupportedError as e:\n    print(e)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert "pip install 'graphopt[testing]'" in found.stdout
 
 
