@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -178,7 +180,8 @@ class GraphStore:
         why = ("state", *change) if change is not None else self._why(key)
         entry: Entry | Eager
         try:
-            entry = self._capture(key, family, args, kwargs)
+            with _no_collections():
+                entry = self._capture(key, family, args, kwargs)
         except CaptureError as error:
             self._families = {k: f for k, f in self._families.items() if f.entries or f is family}
             entry = self.fallback(_with_difference(error, why))
@@ -299,6 +302,22 @@ class GraphStore:
         name = changed[0] if changed else "the arguments' structure"
         was, now = ("given" if name in g else "absent" for g in given)
         return ("structure", name, was, now)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python's cycle collector from running: a capture makes many objects and few cycles.
+
+    Each full collection walks all of torch's and the model's objects for nothing.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _with_difference(error: CaptureError, why: tuple[str, str, Any, Any]) -> CaptureError:

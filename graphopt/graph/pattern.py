@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -271,10 +272,13 @@ class Matcher:
         return then() if _equal(want, have) else self._fail(want, have)
 
     def _all(self, pairs: list[tuple[Any, Any]], then: Callable[[], bool]) -> bool:
-        if not pairs:
-            return then()
-        (want, have), rest = pairs[0], pairs[1:]
-        return self._value(want, have, lambda: self._all(rest, then))
+        for i, (want, have) in enumerate(pairs):
+            if isinstance(want, (fx.Node, list, tuple)):
+                rest = pairs[i + 1 :]
+                return self._value(want, have, partial(self._all, rest, then) if rest else then)
+            if not _equal(want, have):  # a constant: nothing to choose, no continuation
+                return self._fail(want, have)
+        return then()
 
     def _capture(self, want: fx.Node, have: Any, then: Callable[[], bool]) -> bool:
         name = str(want.target)
@@ -295,7 +299,7 @@ class Matcher:
             return then() if nodes[want] is have else self._fail(nodes[want], have)
         if not isinstance(have, fx.Node) or have.target != want.target:
             return self._fail(want, have)
-        wanted, had = ops.arguments(want), ops.arguments(have)
+        wanted, had = _wanted(want), ops.arguments(have)
         orders = [had]
         if ops.is_commutative(want.target):
             orders.append((had[1], had[0], *had[2:]))
@@ -305,6 +309,14 @@ class Matcher:
                 return True
             del nodes[want]
         return False
+
+
+def _wanted(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a pattern's node, which never change."""
+    found: tuple[Any, ...] | None = node.meta.get("graphopt_arguments")
+    if found is None:
+        found = node.meta["graphopt_arguments"] = ops.arguments(node)
+    return found
 
 
 def _equal(a: Any, b: Any) -> bool:
