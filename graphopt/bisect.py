@@ -12,7 +12,7 @@ from torch import nn
 
 from graphopt.api import PassCompiler
 from graphopt.errors import OptionError
-from graphopt.module import GraphoptModule, Settings
+from graphopt.module import Settings, graphopt_of
 from graphopt.options import (
     PRECISION,
     check_choice,
@@ -126,9 +126,8 @@ def _subject(
     Raises:
         OptionError: for wrong options, and for options beside a module that is optimized already.
     """
-    attached = getattr(model, "__dict__", {}).get("forward")
-    optimized = getattr(attached, "optimized", model)
-    if not isinstance(optimized, GraphoptModule):
+    optimized = graphopt_of(model)
+    if optimized is None:
         check_model(model)
         check_choice("precision", precision, PRECISION)
         pairs = check_overrides(model, overrides)

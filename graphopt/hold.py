@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from graphopt.errors import OptionError
 from graphopt.kernels.cast import holding
-from graphopt.module import GraphoptModule
+from graphopt.report.subject import optimized_of
 
 
 @contextlib.contextmanager
@@ -40,12 +39,5 @@ def hold_weights(opt: nn.Module) -> Iterator[None]:
         >>> with hold_weights(opt):
         ...     _ = opt(torch.ones(2, 4)), opt(torch.ones(2, 4))
     """
-    attached = getattr(opt, "__dict__", {}).get("forward")
-    module = getattr(attached, "optimized", opt)
-    if not isinstance(module, GraphoptModule):
-        raise OptionError(
-            f"hold_weights takes an optimized module, not a {type(opt).__name__}",
-            try_="graphopt.hold_weights(graphopt.optimize(model, precision='bf16'))",
-        )
-    with holding(module.parameters()):
+    with holding(optimized_of(opt, "hold_weights").parameters()):
         yield

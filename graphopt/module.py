@@ -371,6 +371,13 @@ class GraphoptModule(fx.GraphModule):
         return new
 
 
+def graphopt_of(module: Any) -> GraphoptModule | None:
+    """The optimized module behind what `optimize` or `attach` gave, None for anything else."""
+    attached = getattr(module, "__dict__", {}).get("forward")
+    found = getattr(attached, "optimized", module)
+    return found if isinstance(found, GraphoptModule) else None
+
+
 def _delegate(name: str) -> Callable[..., Any]:
     """A special method that is the source's (Python looks for it on the class alone)."""
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from graphopt.graph.body import CONSTANTS, Body, copy_graph
 from graphopt.graph.float64 import DOUBLE
 from graphopt.graph.ops import is_view
+from graphopt.passes.base import LOW
 from graphopt.passes.overrides import MARK, widens
 
 SEED = 20_011
@@ -309,7 +310,7 @@ def _inner_autocast(
 
 
 def _widened(value: Any) -> Any:
-    low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    low = isinstance(value, torch.Tensor) and value.dtype in LOW
     return value.float() if low else value
 
 

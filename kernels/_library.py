@@ -193,7 +193,7 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
                     return gradient.backward(saved, ctx.kept, needs, grads)
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 results = gradient.backward(saved, ctx.kept, needs, grads)
-            return _once(name, results, (*ctx.saved_tensors, *grads))
+            return _once(name, results, (*saved, *grads))
 
     Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"
     return Fused

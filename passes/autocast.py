@@ -35,7 +35,7 @@ from graphopt.graph import ops
 from graphopt.graph.body import Body, copy_graph
 from graphopt.graph.edit import Editor, fake_value
 from graphopt.graph.record import site_of
-from graphopt.passes.base import Log
+from graphopt.passes.base import LOW, Log
 from graphopt.passes.observe import (
     Observation,
     casting,
@@ -47,8 +47,6 @@ from graphopt.passes.observe import (
 from graphopt.passes.overrides import EXPLICIT, MARK, widens
 
 aten = torch.ops.aten
-
-_BF16, _FP16 = (torch.bfloat16,), (torch.float16,)
 
 MAX_DEPTH = 4
 """How deep composites are opened one inside another."""
@@ -181,7 +179,7 @@ class _Writer:
         low = [
             i
             for i, a in enumerate(flat)
-            if isinstance(a, fx.Node) and dtypes_of(a.meta["val"]) in (_BF16, _FP16)
+            if isinstance(a, fx.Node) and getattr(a.meta["val"], "dtype", None) in LOW
         ]
         self._rewrite(node, Observation(dict.fromkeys(low, torch.float32), None, ()))
         before = dtypes_of(node.meta.get("val"))

@@ -65,6 +65,10 @@ class Log:
         )
 
 
+LOW = (torch.float16, torch.bfloat16)
+"""The low precisions."""
+
+
 class Pass(Protocol):
     """A pass: a frozen dataclass whose fields are its options; valid graph in, valid graph out."""
 

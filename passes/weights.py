@@ -15,9 +15,8 @@ from graphopt.graph.body import Body
 from graphopt.graph.edit import Editor
 from graphopt.graph.record import RewriteRecord, site_of
 from graphopt.passes.apply import lift
-from graphopt.passes.base import Log
+from graphopt.passes.base import LOW, Log
 
-LOW = (torch.float16, torch.bfloat16)
 LEAST = 2
 """How many weights a group has at least."""
 

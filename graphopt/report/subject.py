@@ -11,7 +11,7 @@ from graphopt.capture.store import Recapture
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.text import type_text
-from graphopt.module import GraphoptModule
+from graphopt.module import GraphoptModule, graphopt_of
 from graphopt.options import disabled
 from graphopt.passes import PassOptions, PipelineResult
 
@@ -63,9 +63,8 @@ def optimized_of(opt: Any, who: str) -> GraphoptModule:
     Raises:
         OptionError: when it is neither.
     """
-    attached = getattr(opt, "__dict__", {}).get("forward")
-    found = getattr(attached, "optimized", opt)
-    if isinstance(found, GraphoptModule):
+    found = graphopt_of(opt)
+    if found is not None:
         return found
     if disabled() and isinstance(opt, nn.Module):
         raise OptionError(

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from graphopt.capture import signature as sig
-from graphopt.module import GraphoptModule
+from graphopt.module import GraphoptModule, graphopt_of
 from graphopt.testing.inputs import copy_arguments
 from graphopt.testing.observe import Plan
-from graphopt.testing.truth import graphopt_of
 from graphopt.verify import verify_body
 
 

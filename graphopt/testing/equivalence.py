@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphopt.errors import OptionError
+from graphopt.module import graphopt_of
 from graphopt.numerics import Comparison
 from graphopt.options import check_inputs
 from graphopt.precision import lowered
@@ -19,7 +20,6 @@ from graphopt.testing.inputs import argument_names, copy_arguments, floating
 from graphopt.testing.observe import Plan, observe, requirements
 from graphopt.testing.script import write_script
 from graphopt.testing.trial import Trial
-from graphopt.testing.truth import graphopt_of
 
 SEED = 20_011
 

@@ -18,12 +18,12 @@ from torch import nn
 from graphopt.capture import signature as sig
 from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.text import python_code
+from graphopt.module import graphopt_of
 from graphopt.passes import Rule
 from graphopt.testing.data import BUDGET, SMALL, numbers, pack
 from graphopt.testing.failure import Finding
 from graphopt.testing.inputs import copy_arguments
 from graphopt.testing.observe import Plan
-from graphopt.testing.truth import graphopt_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphOptError
+from graphopt.module import graphopt_of
 from graphopt.numerics import Comparison, may_be_luck, settle
 from graphopt.testing.atrest import graph_at_rest
 from graphopt.testing.failure import Finding, facts_differ, first_tensor
 from graphopt.testing.inputs import copy_arguments
 from graphopt.testing.judge import judge
 from graphopt.testing.observe import Observed, Plan, Upstream, observe
-from graphopt.testing.truth import GraphTruth, ModelTruth, Tensors, capture_fault, graphopt_of
+from graphopt.testing.truth import GraphTruth, ModelTruth, Tensors, capture_fault
 
 DRAWS = 8
 """Over how many inputs a comparison is taken that only rounds too much on the first."""

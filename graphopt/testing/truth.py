@@ -18,7 +18,6 @@ from torch import nn
 from graphopt.capture import signature as sig
 from graphopt.capture.entry import Entry
 from graphopt.graph.body import Body
-from graphopt.module import GraphoptModule
 from graphopt.numerics import compare
 from graphopt.replay import is_random, without_dropout
 from graphopt.step import Step, step
@@ -30,13 +29,6 @@ FAR = 8.0
 """How many times eager's distance from the float64 model an optimized module may have."""
 ROUNDINGS = 64.0
 """Distances of so many ulps of the coarsest dtype in the graph are rounding, not a fault."""
-
-
-def graphopt_of(module: nn.Module) -> GraphoptModule | None:
-    """The optimized module behind what `optimize` or `attach` gave, None for any other."""
-    attached = module.__dict__.get("forward")
-    found = getattr(attached, "optimized", module)
-    return found if isinstance(found, GraphoptModule) else None
 
 
 class GraphTruth:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from graphopt.passes.base import surely
+from graphopt.passes.base import LOW, surely
 from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
-LOW = (torch.float16, torch.bfloat16)
 
 
 @rule("canonical")

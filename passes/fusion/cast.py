@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import fx
 
 from graphopt.graph.pattern import either
+from graphopt.passes.base import LOW
 from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
 graphopt = torch.ops.graphopt
-LOW = (torch.float16, torch.bfloat16)
 
 
 def _norms(x: Any, w: Any, b: Any, eps: Any, a: Any, c: Any, drop: tuple[Any, ...]) -> Any:

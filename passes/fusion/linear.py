@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from graphopt.graph.facts import Facts, concrete
+from graphopt.passes.base import LOW
 from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
-LOW = (torch.float16, torch.bfloat16)
 ALIGNMENT = 8
 """Elements of 16 bits in the 16 bytes that a row must be a multiple of."""
 WORTH = 1 << 20
