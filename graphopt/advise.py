@@ -1,0 +1,1 @@
+"""What would help a model most on a device: precision, memory, kernels."""

@@ -1,0 +1,1 @@
+"""The largest batch that a memory budget holds."""
