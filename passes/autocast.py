@@ -5,9 +5,10 @@ unseen in the dispatcher. This pass makes them nodes, so that the body runs with
 what eager gives, and later passes can see, merge and fold the casts.
 
 Which op is cast to what differs between devices and between torch versions (`rms_norm` joined
-CUDA's float32 list in 2.12, CPU's list holds `cross_entropy_loss` and CUDA's `softmax`). So there
-is no copy of torch's lists here: the op is run once on fake tensors under autocast, and the casts
-that reach its operands are read off (`observe`). What an observation says, by class:
+CUDA's float32 list in 2.12, CPU's list holds `cross_entropy_loss` and CUDA's `softmax`). So it is
+not torch's lists, which stand in `op_classes` for a reader, that decide here: the op is run once on
+fake tensors under autocast, and the casts that reach its operands are read off (`observe`). What an
+observation says, by class:
 
 | class | examples (2.13, CUDA) | written as |
 |---|---|---|
@@ -15,7 +16,7 @@ that reach its operands are read off (`observe`). What an observation says, by c
 | float32 | exp, pow, rsqrt, layer_norm, losses | operands cast to float32 |
 | float32 by argument | softmax, log_softmax, cumsum, sum, prod | `dtype=torch.float32` |
 | promote | addcmul, index_put, scatter_add | operands cast to the widest |
-| composite | einsum, cross_entropy_loss on CUDA | cast whole (`KEPT_WHOLE`) |
+| composite | einsum, cross_entropy_loss on CUDA | cast whole (`op_classes.DIFFERENCES`) |
 | other composites | label smoothing by hand | opened, its inner ops cast |
 | the rest | add, mul, relu, dropout | left as they are |
 """
@@ -44,21 +45,13 @@ from graphopt.passes.observe import (
     observe,
     with_dtype,
 )
+from graphopt.passes.op_classes import DIFFERENCES
 from graphopt.passes.overrides import EXPLICIT, MARK, widens
 
 aten = torch.ops.aten
 
 MAX_DEPTH = 4
 """How deep composites are opened one inside another."""
-
-KEPT_WHOLE: dict[Any, torch.dtype | None] = {
-    aten.einsum.default: None,
-    aten.cross_entropy_loss.default: torch.float32,
-}
-"""Composites whose inner casts are the same as casts of all their operands, to the dtype named here
-or to the low precision: an einsum is permutations around one `bmm` a pair, a cross entropy a
-`log_softmax` and an `nll_loss` in float32 (CUDA rounds the log-probabilities of low-precision
-logits in between, which is left out). They stay one op, for the rules that look for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +132,8 @@ class _Writer:
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         seen = self._observe(node, args, kwargs, *region)
-        if seen.inside and node.target in KEPT_WHOLE:
-            seen = _kept_whole(args, kwargs, seen, KEPT_WHOLE[node.target] or region[1])
+        if seen.inside and node.target in DIFFERENCES:
+            seen = _kept_whole(args, kwargs, seen, DIFFERENCES[node.target].dtype or region[1])
         if seen.inside:
             self._open(node, depth, region)
             return
