@@ -167,7 +167,7 @@ def _replace(m: Match, log: Log, pass_name: str) -> list[fx.Node]:
     for before, after in zip(m.outputs, new, strict=True):
         if before is not after:
             editor.replace_uses(before, after)
-            settle(after, before.meta["val"], Editor(m.body.graph))
+            settle(after, before, Editor(m.body.graph), made=after in m.created)
     editor.erase(old)
     log.rewrites.append(record)
     return [n for n in m.created if not n._erased]

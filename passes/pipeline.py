@@ -213,11 +213,7 @@ def run_pipeline(
         PassError: when a rule raises, or a pass leaves an invalid graph.
     """
     options = options or PassOptions()
-    outputs = tuple(
-        n.meta["val"] if isinstance(n, fx.Node) else n
-        for n in body.output.args[0]  # type: ignore[union-attr]
-    )
-    passes = (*pipeline(options, leading), KeepOutputStrides(outputs))
+    passes = (*pipeline(options, leading), KeepOutputStrides(body.graph))
     work = body.copy()
     log = Log(options.max_rewrites)
     stages: list[Stage] = []

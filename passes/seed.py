@@ -67,7 +67,7 @@ def seed_dropouts(body: Body, rule: str = "seed_dropout") -> int:
             torch.ops.graphopt.dropout.default, x, p, seed, site, before=node, like=node
         )
         editor.replace_uses(node, new)
-        settle(new, node.meta["val"], Editor(body.graph))  # it writes rows, eager keeps the layout
+        settle(new, node, Editor(body.graph))  # it writes rows, eager keeps the layout
     editor.erase(nodes)
     return len(nodes)
 

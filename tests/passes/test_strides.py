@@ -111,3 +111,63 @@ def test_a_rule_that_makes_what_it_matches_ends():
 
     result = run_pipeline(body_of(nn.ReLU(), (torch.ones(2),)), PassOptions(rules=[again]))
     assert len(result.rewrites) <= 4
+
+
+def _turned(h: torch.Tensor) -> torch.Tensor:
+    return h.transpose(1, 2)
+
+
+OF_HEADS = {
+    "a value and a view that needs its layout": lambda h: (h, _turned(h).view(2, 5, -1)),
+    "the view first": lambda h: (_turned(h).view(2, 5, -1), h),
+    "two views that need it": lambda h: (_turned(h).view(2, 5, -1), _turned(h).view(10, -1)),
+    "two reshapes that are views": lambda h: (_turned(h).reshape(2, 5, -1), h.reshape(2, 3, -1)),
+    "two orders of its dims": lambda h: (_turned(h), h.mT, h),
+    "a head": lambda h: (h[:, 0], _turned(h).view(2, 5, -1)),
+    "heads": lambda h: (*h.unbind(1), _turned(h).flatten(2)),
+    "expanded": lambda h: (h.expand(2, -1, -1, -1, -1), _turned(h).view(2, 5, -1)),
+    "behind an activation": lambda h: (h.relu(), _turned(h.relu()).view(2, 5, -1)),
+    "read inside": lambda h: (h @ h.mT, _turned(h).view(2, 5, -1), h),
+    "two copies": lambda h: (h.contiguous(), h.contiguous()),
+    "copies that need no copy any more": lambda h: (h.reshape(2, -1), h.reshape(-1), h.sum()),
+    "a copy and its views": lambda h: (h.reshape(-1), *h.contiguous().chunk(2, 0)),
+}
+
+
+def _sharing(values: tuple[torch.Tensor, ...]) -> list[int]:
+    """For each tensor, the first that shares its memory."""
+    memory = [v.untyped_storage().data_ptr() for v in values]
+    return [memory.index(m) for m in memory]
+
+
+@pytest.mark.parametrize("results", OF_HEADS.values(), ids=OF_HEADS)
+def test_results_share_memory_as_in_eager(results):
+    def function(x):
+        return results(F.silu(x) * x.sin())
+
+    x = heads()
+    rewritten = run_pipeline(body_of(function, (x,)))
+    assert any(r.kind == "local" for r in rewritten.rewrites)
+    want, got = function(x), run(rewritten.body, (x,))
+    assert [v.stride() for v in got] == [v.stride() for v in want]
+    assert _sharing(got) == _sharing(want)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_copy_serves_all_views():
+    def function(x):
+        h = F.silu(x) * x.sin()
+        return _turned(h).view(2, 5, -1) + 1, _turned(h).view(10, -1) + 2, h @ h.mT
+
+    x = heads()
+    body = run_pipeline(body_of(function, (x,))).body
+    assert sum(n.target is aten.clone.default for n in body.graph.nodes) == 1
+
+
+def test_results_that_lie_as_in_eager_get_no_copy():
+    def function(x):
+        return (F.silu(x) * x.sin()).contiguous(), x.sin().relu()
+
+    body = run_pipeline(body_of(function, (heads(),))).body
+    assert not any(n.target is aten.clone.default for n in body.graph.nodes)
