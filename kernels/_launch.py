@@ -136,16 +136,23 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The tensor of no element that stands for a result that nobody wants.
 
-    One for all calls: an allocation costs the host 3 to 5 us.
+    One for all calls: an allocation costs the host 3 to 5 us. Under a dispatch mode it is a new
+    one, since a mode of fake tensors would leave a fake one behind.
 
     Example:
         >>> nothing(torch.float32, torch.device("cpu")).shape
         torch.Size([0])
     """
+    if torch._C._len_torch_dispatch_stack():
+        return torch.empty(0, dtype=dtype, device=device)
+    return _nothing(dtype, device)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 

@@ -113,6 +113,18 @@ def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _DIRECT[overload](*args, **kwargs)
 
 
+def implementation(overload: Any) -> Callable[..., Any] | None:
+    """What an operator of graphopt runs below autograd; None for any other callable.
+
+    A memory profile follows the operations inside it where it is plain torch.
+
+    Example:
+        >>> implementation(torch.ops.aten.add.Tensor) is None
+        True
+    """
+    return _DIRECT.get(overload)
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _is_functionalizing = torch._C._dispatch_tls_is_dispatch_key_included

@@ -112,7 +112,7 @@ def slope_times(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Ten
 
 def own(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """A contiguous result that shares no memory with source, as an operator must return it."""
-    if result.data_ptr() == source.data_ptr():
+    if result.untyped_storage()._cdata == source.untyped_storage()._cdata:
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()
 

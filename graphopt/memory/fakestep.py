@@ -1,0 +1,305 @@
+"""One training step on fake tensors: parameters, inputs, forward, loss and backward, all unreal.
+
+Nothing is computed and nothing is allocated, yet autograd's own engine runs the backward, so that
+every tensor comes and goes when it would in a real step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from graphopt.capture import signature as sig
+from graphopt.errors import CaptureError, GraphOptError, OptionError
+from graphopt.graph.body import Body
+from graphopt.graph.facts import concrete
+from graphopt.kernels._library import implementation
+from graphopt.memory.labels import LOSS, Label, Labels
+from graphopt.memory.tracker import Allocation, Dispatched, StorageTracker
+from graphopt.replay import without_autocast
+
+LossFn = Callable[[Any], torch.Tensor]
+
+OWN_LOSS = "the loss that forward returns"
+GIVEN_LOSS = "loss_fn"
+NO_LOSS = "a gradient as large as each result of forward (no loss_fn, and forward returns no loss)"
+NO_BACKWARD = "none: the forward alone"
+
+
+@dataclasses.dataclass
+class FakeStep:
+    """What happened in one step.
+
+    Attributes:
+        tracker: births and deaths of all storages.
+        resident: the event at which the forward began.
+        forward_end: the event at which it ended.
+        loss_end: the event at which the loss was there and backward began.
+        loss: what the backward began from, in words.
+        gradients: the allocations that parameters and inputs hold as `.grad` in the end.
+    """
+
+    tracker: StorageTracker
+    resident: int
+    forward_end: int
+    loss_end: int
+    loss: str
+    gradients: list[Allocation]
+
+    def kind(self, made: Allocation) -> str:
+        """What an allocation is for: see `Prediction.breakdown`."""
+        if made.kind:
+            return made.kind
+        if made.born < self.loss_end:
+            kept = made.died is None or made.died >= self.loss_end
+            return "activations" if kept else "temporaries"
+        return "temporaries"
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which a tensor that nobody made fake is one all the same."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Fakes:
+    """Fake twins of real tensors; what shares a storage shares one among the twins, too.
+
+    Args:
+        mode: the mode that they belong to.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._kept: list[torch.Tensor] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor; a leaf that requires a gradient where the tensor does."""
+        if not tensor.is_leaf:
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        self._kept.append(tensor)
+        with torch.inference_mode(False):
+            twin: torch.Tensor = self.mode.from_tensor(tensor, static_shapes=True)
+        return twin
+
+    def like(self, value: Any, needs_grad: bool | None = None) -> Any:
+        """A new fake tensor of the sizes, strides and dtype of a value from a graph's metadata.
+
+        Symbolic sizes take the example's; numbers come back as they are.
+        """
+        if not isinstance(value, torch.Tensor):
+            return concrete(value) if isinstance(value, torch.SymInt) else value
+        shape, strides = (list(map(concrete, s)) for s in (value.shape, value.stride()))
+        with torch.inference_mode(False), torch.no_grad(), self.mode:
+            made = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        floating = made.is_floating_point() or made.is_complex()
+        needs = value.requires_grad if needs_grad is None else needs_grad
+        return made.requires_grad_(bool(needs and floating))
+
+
+def state_of(body: Body, device_type: str) -> dict[str, tuple[str, torch.Tensor]]:
+    """Path -> (kind, tensor) of all that the root of a body holds on a kind of device.
+
+    Args:
+        body: the body.
+        device_type: "cpu" or "cuda".
+    """
+    root: nn.Module = body.root
+    found = {n: ("parameters", p) for n, p in root.named_parameters(remove_duplicate=False)}
+    found |= {
+        n: ("buffers", b)  # type: ignore[misc]
+        for n, b in root.named_buffers(remove_duplicate=False)
+    }
+    found |= {f"constant {n}": ("buffers", c) for n, c in body.constants.items()}  # type: ignore[misc]
+    return {n: (k, t) for n, (k, t) in found.items() if t.device.type == device_type}
+
+
+def expanded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    """For a tracker: graphopt's operators run what they would run on real tensors."""
+    return implementation(func)
+
+
+@contextlib.contextmanager
+def autocast_of(body: Body) -> Iterator[None]:
+    """The autocast that a body still runs under, and no other."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_autocast())
+        for device, dtype in body.autocast.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
+
+
+class Recorder:
+    """Runs the phases of a step under a tracker, one after the other.
+
+    Args:
+        labels: says who runs the present operation.
+        rounding: as of the tracker.
+        only: the kind of device whose memory is followed.
+        inside: whether graphopt's operators are followed inside.
+        watch: as of the tracker.
+    """
+
+    def __init__(
+        self,
+        labels: Labels,
+        *,
+        rounding: int | None = None,
+        only: str | None = None,
+        inside: bool = True,
+        watch: Dispatched | None = None,
+    ) -> None:
+        self.mode = fake_mode()
+        self.fakes = Fakes(self.mode)
+        self.labels = labels
+        self.leaves: dict[int, tuple[str, torch.Tensor]] = {}
+        self._loss_running = False
+        within = expanded if inside else None
+        self.tracker = StorageTracker(
+            rounding, where=self._label, watch=watch, within=within, only=only
+        )
+
+    def _label(self) -> Label:
+        if self._loss_running and not self.labels.in_backward():
+            self.labels.note(Label(LOSS, LOSS))
+            return Label(LOSS, LOSS)
+        return self.labels()
+
+    def hold(self, name: str, kind: str, twin: Any, real: torch.Tensor | None = None) -> Any:
+        """Count what is there before the step.
+
+        Args:
+            name: what to call it.
+            kind: "parameters", "buffers", "inputs".
+            twin: the fake tensor; anything else is left alone.
+            real: the tensor that it stands for, whose storage may be larger.
+        """
+        if isinstance(twin, torch.Tensor):
+            size = _bytes(real) if real is not None else None
+            self.tracker.hold(twin, kind, Label(name), size)
+            if twin.requires_grad and twin.is_leaf:
+                self.leaves[id(twin)] = (name, twin)
+        return twin
+
+    def hold_gradients(self) -> None:
+        """Give every leaf a gradient that is there before the step: the second micro-batch."""
+        with self.mode, torch.no_grad():
+            for name, leaf in self.leaves.values():
+                leaf.grad = torch.empty_like(leaf)
+                self.tracker.hold(leaf.grad, "gradients", Label(name))
+
+    def step(
+        self,
+        forward: Callable[[], Any],
+        loss_fn: LossFn | None,
+        *,
+        grad: bool,
+        finish: Callable[[Any], Any] = lambda result: result,
+    ) -> FakeStep:
+        """Run forward, loss and backward.
+
+        Args:
+            forward: runs the forward.
+            loss_fn: makes a scalar of what `finish` returned.
+            grad: whether autograd records, and a backward follows.
+            finish: makes the user's result of what forward returned, and drops the rest.
+
+        Raises:
+            OptionError: where loss_fn returns no scalar, or nothing requires a gradient.
+        """
+        tracker = self.tracker
+        self.labels.name_parameters({key: name for key, (name, _) in self.leaves.items()})
+        start = len(tracker.events)
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), self.mode, tracker:
+            result = finish(forward())
+            forward_end = len(tracker.events)
+            self._loss_running = True
+            said, roots = NO_BACKWARD, list[torch.Tensor]()
+            if grad:
+                said, roots = _roots(result, loss_fn)
+            loss_end = len(tracker.events)
+            if roots:
+                with without_autocast():
+                    _backward(roots, said)
+            self._loss_running = False
+            found = [tracker.find(t.grad) for _, t in self.leaves.values() if t.grad is not None]
+        tracker.close()
+        gradients = [g for g in found if g is not None]
+        for made in gradients:
+            made.kind = "gradients"
+        return FakeStep(tracker, start, forward_end, loss_end, said, gradients)
+
+
+def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]]:
+    """What the backward begins from, in words and as tensors."""
+    if loss_fn is not None:
+        loss = loss_fn(result)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise OptionError(
+                f"loss_fn returned a {type(loss).__name__}{shape}",
+                try_="a function of forward's result that returns a tensor with one element",
+            )
+        if not loss.requires_grad:
+            raise OptionError(
+                "the loss requires no gradient", try_="a loss computed from what forward returns"
+            )
+        return GIVEN_LOSS, [loss]
+    floating = [t for t in tensors_in(result) if t.requires_grad]
+    own = getattr(result, "loss", None)
+    if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
+        return OWN_LOSS, [own]
+    scalar = next((t for t in floating if t.dim() == 0), None)
+    if scalar is not None:
+        return OWN_LOSS, [scalar]
+    if not floating:
+        raise OptionError(
+            "nothing that forward returns requires a gradient",
+            try_="train=False, for the forward alone",
+        )
+    return NO_LOSS, floating
+
+
+def _backward(roots: Sequence[torch.Tensor], said: str) -> None:
+    if said == NO_LOSS:
+        torch.autograd.backward(list(roots), [torch.empty_like(t) for t in roots])
+    else:
+        torch.autograd.backward(list(roots))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a nested result."""
+    leaves: list[Any] = []
+    try:
+        sig.flatten(value, leaves, results=True)
+    except CaptureError:  # of a class that nobody can look into
+        leaves = tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None
+
+
+def told(error: Exception, what: str) -> GraphOptError:
+    """The error to raise where a step cannot be followed on fake tensors."""
+    if isinstance(error, GraphOptError):
+        return error
+    text = (str(error).strip().splitlines() or [""])[0]
+    return GraphOptError(
+        f"the memory of {what} cannot be predicted",
+        why=f"on tensors without values it raised {type(error).__name__}: {text}"[:500],
+        try_="graphopt.bench(model, inputs), which measures a real step",
+    )
+
+
+def names_of_inputs(names: Iterable[str], count: int) -> list[str]:
+    """A name for each of `count` inputs."""
+    found = list(names)
+    return [found[i] if i < len(found) else f"input {i}" for i in range(count)]
