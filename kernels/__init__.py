@@ -32,6 +32,7 @@ FAMILIES = (
     "rope",
     "functional",
     "cast",
+    "cross_entropy",
 )
 
 

@@ -1,0 +1,289 @@
+"""Triton for cross_entropy: a program a row forward, a program a tile of a row backward.
+
+A tile is [K, W] consecutive columns of one row, seen so that a thread holds the same W / threads
+columns of every line: the maximum and the sum run down the lines in registers, and threads meet
+only once a row. Each of the W columns keeps a maximum and a sum of its own (online softmax).
+
+Rows whose ends are aligned to 16 bytes are read in whole groups of 16 bytes, past the last class
+too: such a group holds a class, so it lies in the row's own memory, and what is no class is
+replaced after the load. Strides and widths come in units, so that Triton sees their divisibility.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphopt.kernels._launch import cdiv, next_power_of_2, on_device
+
+NONE, MEAN = 0, 1
+WIDEST = 2048  # columns of a line: 8 values for each thread of 8 warps
+LINES = 4  # of a tile: 4 loads of 16 bytes a thread are on their way
+ROWS_A_STEP = 8192  # of the program that adds the rows' losses
+
+
+@triton.jit
+def _row_start(row, inner, stride_outer, stride_inner, UNIT: tl.constexpr):
+    return ((row // inner) * stride_outer + (row % inner) * stride_inner) * UNIT
+
+
+@triton.jit
+def _load_tile(start, cols, V, width, GROUP: tl.constexpr, EXACT: tl.constexpr):
+    """Columns as float32; those that are no class are -inf."""
+    inside = cols < width * GROUP
+    x = tl.load(start + cols, mask=inside, other=float("-inf")).to(tl.float32)
+    return x if EXACT else tl.where(cols < V, x, float("-inf"))
+
+
+@triton.jit
+def _target_of(TARGET, row, V, ignore_index):
+    """(class, 0 where there is none; is it ignored; is it a class)."""
+    target = tl.load(TARGET + row).to(tl.int64)
+    known = (target >= 0) & (target < V)
+    ignored = target == ignore_index
+    return tl.where(known & (ignored == 0), target, 0), ignored, known
+
+
+@triton.jit(do_not_specialize=["V", "inner", "ignore_index"])
+def _ce_fwd(
+    X, TARGET, WEIGHT, WEIGHT_SUM, LOSS, STATISTICS,
+    M, V, width, inner, stride_outer, stride_inner, ignore_index, smoothing,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, SMOOTH: tl.constexpr,
+    K: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = X + _row_start(row, inner, stride_outer, stride_inner, UNIT)
+    at, ignored, known = _target_of(TARGET, row, V, ignore_index)
+    hit = tl.load(start + at).to(tl.float32)
+    lanes = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
+    top = tl.full((W,), float("-inf"), tl.float32)
+    total = tl.zeros((W,), tl.float32)
+    if SMOOTH:
+        # Measured from the target's logit, so that a common offset of all does not cancel.
+        origin = tl.where(tl.abs(hit) < float("inf"), hit, 0.0)
+        below = tl.zeros((W,), tl.float32)
+    for first in tl.range(0, V, K * W):
+        cols = first + lanes
+        x = _load_tile(start, cols, V, width, GROUP, EXACT)
+        highest = tl.maximum(top, tl.max(x, 0))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift[None, :]), 0)
+        top = highest
+        if SMOOTH:
+            inside = cols < V
+            gap = tl.where(inside, origin - x, 0.0)
+            if WEIGHT is not None:
+                gap *= tl.load(WEIGHT + cols, mask=inside, other=0.0).to(tl.float32)
+            below += tl.sum(gap, 0)
+    peak = tl.max(top, 0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    log_sum = tl.log(tl.sum(total * tl.exp(top - shift), 0))
+    tl.store(STATISTICS + row, peak)
+    tl.store(STATISTICS + M + row, log_sum)
+    loss = log_sum - (hit - peak)
+    if WEIGHT is not None:
+        loss *= tl.load(WEIGHT + at).to(tl.float32)
+    if SMOOTH:
+        every = tl.load(WEIGHT_SUM) if WEIGHT is not None else V.to(tl.float32)
+        smooth = every * (log_sum + (peak - origin)) + tl.sum(below, 0)
+        loss = (1 - smoothing) * loss + smoothing / V * smooth
+    loss = tl.where(known, loss, float("nan"))
+    tl.store(LOSS + row, tl.where(ignored, 0.0, loss).to(LOSS.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["M", "V", "ignore_index"])
+def _ce_reduce(
+    ROWS, TARGET, WEIGHT, LOSS, TOTAL, M, V, ignore_index, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: the losses of all rows added in a fixed order, and for a mean their weights."""
+    loss = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, M, BLOCK):
+        rows = first + tl.arange(0, BLOCK).to(tl.int64)
+        mask = rows < M
+        loss += tl.load(ROWS + rows, mask=mask, other=0.0)
+        if TOTAL is not None:
+            target = tl.load(TARGET + rows, mask=mask, other=0).to(tl.int64)
+            counts = mask & (target != ignore_index) & (target >= 0) & (target < V)
+            if WEIGHT is not None:
+                total += tl.load(WEIGHT + target, mask=counts, other=0.0).to(tl.float32)
+            else:
+                total += tl.where(counts, 1.0, 0.0)
+    value = tl.sum(loss, 0)
+    if TOTAL is not None:
+        weights = tl.sum(total, 0)
+        tl.store(TOTAL, weights)
+        value = value / weights
+    tl.store(LOSS, value.to(LOSS.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["V", "inner", "stride_grad", "ignore_index"])
+def _ce_bwd(
+    GRAD, X, TARGET, WEIGHT, WEIGHT_SUM, STATISTICS, TOTAL, DX,
+    M, V, width, inner, stride_outer, stride_inner, stride_grad, stride_dx, width_dx,
+    ignore_index, smoothing,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, SMOOTH: tl.constexpr,
+    GROUP_DX: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(width_dx * GROUP_DX, K * W)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    cols = (tl.program_id(0) % across) * (K * W)
+    cols += tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
+    out = DX + row * (stride_dx * GROUP_DX) + cols
+    written = cols < width_dx * GROUP_DX  # the padding of a row is the gradient's own
+    at, ignored, known = _target_of(TARGET, row, V, ignore_index)
+    peak = tl.load(STATISTICS + row)
+    log_sum = tl.load(STATISTICS + M + row)
+    if ignored:
+        # Zero without a read, but NaN where the softmax is, as in eager.
+        blank = tl.zeros((K, W), tl.float32) + (peak + log_sum) * 0.0
+        tl.store(out, tl.where(cols < V, blank, 0.0).to(DX.dtype.element_ty), mask=written)
+    else:
+        x = _load_tile(
+            X + _row_start(row, inner, stride_outer, stride_inner, UNIT),
+            cols, V, width, GROUP, EXACT,
+        )  # fmt: skip
+        scale = tl.load(GRAD + row * stride_grad).to(tl.float32)
+        if TOTAL is not None:
+            scale = scale / tl.load(TOTAL)
+        scale = tl.where(known, scale, float("nan"))
+        hit = scale
+        if WEIGHT is not None:
+            hit *= tl.load(WEIGHT + at).to(tl.float32)
+        slope = tl.exp((x - peak) - log_sum)
+        if SMOOTH:
+            hit *= 1 - smoothing
+            each = smoothing / V * scale
+            every = tl.load(WEIGHT_SUM) if WEIGHT is not None else V.to(tl.float32)
+            slope *= hit + each * every
+            if WEIGHT is not None:
+                slope -= each * tl.load(WEIGHT + cols, mask=cols < V, other=0.0).to(tl.float32)
+            else:
+                slope -= each
+        else:
+            slope *= hit
+        slope = tl.where(cols == at, slope - hit, slope)
+        tl.store(out, tl.where(cols < V, slope, 0.0).to(DX.dtype.element_ty), mask=written)
+
+
+class _Rows(NamedTuple):
+    """Logits as rows at two strides: row r lies at (r // inner) * outer + (r % inner) * step."""
+
+    tensor: torch.Tensor
+    inner: int
+    outer: int
+    step: int
+
+
+def _rows_of(logits: torch.Tensor) -> _Rows:
+    """See logits [..., V] as rows, with a copy only if two strides do not tell where they lie."""
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    found = _two_strides(logits.shape[:-1], logits.stride()[:-1])
+    if found is None:
+        logits = logits.contiguous()
+        return _Rows(logits, max(1, logits.numel() // logits.shape[-1]), 0, logits.shape[-1])
+    return _Rows(logits, *found)
+
+
+def _two_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(inner, outer, step) of leading dimensions that lie at two strides, None if at more."""
+    runs: list[tuple[int, int]] = []  # (size, stride), innermost first
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if runs and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (runs[-1][0] * size, runs[-1][1])
+        else:
+            runs.append((size, stride))
+    if len(runs) > 2:
+        return None
+    runs += [(1, 0)] * (2 - len(runs))
+    return runs[0][0], runs[1][1], runs[0][1]
+
+
+def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, object]]:
+    """(width, inner, outer, step) in units, and the constants that say which units."""
+    unit = 16
+    while rows.outer % unit or rows.step % unit:
+        unit //= 2
+    group = 16 // rows.tensor.element_size()
+    aligned = unit % group == 0 and rows.tensor.data_ptr() % 16 == 0
+    group = group if aligned else 1
+    width = cdiv(classes, group)
+    flags = {"UNIT": unit, "GROUP": group, "EXACT": width * group == classes}
+    return (width, rows.inner, rows.outer // unit, rows.step // unit), flags
+
+
+def _tile(columns: int) -> tuple[dict[str, int], int]:
+    """(lines and columns of a tile, with the warps that serve it; how many it takes a row)."""
+    w = min(WIDEST, max(32, next_power_of_2(columns)))
+    k = min(LINES, next_power_of_2(cdiv(columns, w)))
+    return {"K": k, "W": w, "num_warps": max(1, w // 256)}, cdiv(columns, k * w)
+
+
+def _vectors(
+    weight: torch.Tensor | None, smoothing: float
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(the class weights, their sum where smoothing asks for it)."""
+    if weight is None:
+        return None, None
+    weight = weight.contiguous()
+    return weight, weight.sum(dtype=torch.float32) if smoothing else None
+
+
+def forward(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None,
+    reduction: int, ignore_index: int, smoothing: float, classes: int,
+    loss: torch.Tensor, statistics: torch.Tensor, total: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write loss, statistics [2, rows] and, for a mean, total; there is at least one row."""
+    rows = _rows_of(logits)
+    count = statistics.shape[1]
+    sizes, flags = _units(rows, classes)
+    tile, _ = _tile(classes)
+    target = target.contiguous()
+    weight, weight_sum = _vectors(weight, smoothing)
+    # Without a reduction the rows' losses are the result.
+    each = loss if reduction == NONE else torch.empty_like(statistics[0])
+    with on_device(logits):
+        _ce_fwd[(count,)](
+            rows.tensor, target, weight, weight_sum, each, statistics,
+            count, classes, *sizes, ignore_index, smoothing,
+            SMOOTH=smoothing > 0, **flags, **tile,
+        )  # fmt: skip
+        if reduction != NONE:
+            block = min(ROWS_A_STEP, max(32, next_power_of_2(count)))
+            _ce_reduce[(1,)](
+                each, target, weight, loss, total if reduction == MEAN else None,
+                count, classes, ignore_index, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+            )  # fmt: skip
+
+
+def backward(
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None,
+    reduction: int, ignore_index: int, smoothing: float, classes: int,
+    statistics: torch.Tensor, total: torch.Tensor, dx: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write dx, shaped as logits, whose rows lie at one stride, a multiple of 16 bytes."""
+    rows = _rows_of(logits)
+    count = statistics.shape[1]
+    sizes, flags = _units(rows, classes)
+    group = 16 // dx.element_size()
+    width_dx = cdiv(dx.shape[-1], group)
+    tile, across = _tile(width_dx * group)
+    stride_grad = 0
+    if reduction == NONE:
+        grad = grad.reshape(-1)
+        stride_grad = grad.stride(0)
+    weight, weight_sum = _vectors(weight, smoothing)
+    with on_device(logits):
+        _ce_bwd[(count * across,)](
+            grad, rows.tensor, target.contiguous(), weight, weight_sum,
+            statistics, total if reduction == MEAN else None, dx,
+            count, classes, *sizes, stride_grad, width_dx, width_dx, ignore_index, smoothing,
+            SMOOTH=smoothing > 0, GROUP_DX=group, **flags, **tile,
+        )  # fmt: skip
