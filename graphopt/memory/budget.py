@@ -1,0 +1,193 @@
+"""What a user may write as a memory budget, and what is said where it cannot be kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from graphopt.errors import BudgetError, OptionError
+from graphopt.memory.oracle import Holder
+
+UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+"""Units of a budget that is text; case does not matter."""
+
+LEAST = 1024
+"""The smallest number of bytes that is taken for a budget: less is meant as something else."""
+
+_FORMS = "bytes, '12GiB' or '900MB', or a fraction of the unoptimized peak such as 0.5"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A budget as it was asked for; one of the two is set.
+
+    Attributes:
+        size: bytes.
+        fraction: share of the predicted peak without a plan, above 0 and up to 1.
+    """
+
+    size: int | None = None
+    fraction: float | None = None
+
+    def bytes_of(self, plain: int) -> int:
+        """The budget in bytes.
+
+        Args:
+            plain: the predicted peak without a plan, in bytes.
+
+        Example:
+            >>> Budget(fraction=0.5).bytes_of(1000), Budget(size=4096).bytes_of(1000)
+            (500, 4096)
+        """
+        return self.size if self.size is not None else math.floor((self.fraction or 1.0) * plain)
+
+    def __str__(self) -> str:
+        """As a user writes it."""
+        return shown(self.size) if self.size is not None else f"{self.fraction:g}"
+
+
+def check_budget(budget: Any, name: str = "memory_budget") -> Budget | None:
+    """A budget from what a user wrote; None for none.
+
+    Args:
+        budget: a number of bytes, a text with a unit, or a fraction in (0, 1] as a float.
+        name: of the option, for messages.
+
+    Raises:
+        OptionError: for anything else.
+
+    Example:
+        >>> check_budget("1.5 GiB"), check_budget(0.25)
+        (Budget(size=1610612736, fraction=None), Budget(size=None, fraction=0.25))
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        return Budget(size=_parsed(budget, name))
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise OptionError(f"{name} is {budget!r}"[:100], try_=_FORMS)
+    if isinstance(budget, numbers.Integral):
+        count = operator.index(budget)  # type: ignore[arg-type]
+        if count < LEAST:
+            cure = "1.0 for the peak without a plan, '1GiB' for bytes" if count == 1 else _FORMS
+            raise OptionError(f"{name} is {count} byte{'s' * (count != 1)}", why=_LITTLE, try_=cure)
+        return Budget(size=count)
+    share = float(budget)
+    if not 0.0 < share <= 1.0:
+        cure = f"{int(share)}, a whole number of bytes" if LEAST <= share < math.inf else _FORMS
+        why = "a float is a fraction of the peak without a plan: above 0, and up to 1"
+        raise OptionError(f"{name} is {budget!r}", why=why, try_=cure)
+    return Budget(fraction=share)
+
+
+_LITTLE = "no step fits into that; a whole number is a number of bytes"
+_TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def _parsed(text: str, name: str) -> int:
+    found = _TEXT.fullmatch(text)
+    unit = found[2].lower() if found else ""
+    if found is None or unit not in UNITS:
+        cure = _FORMS
+        if text.strip().endswith("%"):
+            cure = "a fraction of the peak without a plan as a float: 0.5 for 50%"
+        elif found and f"{unit}ib" in UNITS:
+            cure = f"'{found[1]}{unit.upper()}iB' (powers of 1024) or '{found[1]}{unit.upper()}B'"
+        elif found and not unit:
+            cure = f"'{found[1]}B' for bytes, '{found[1]}GiB' for GiB"
+        raise OptionError(f"{name} is {text!r}"[:100], why="the unit is not known", try_=cure)
+    count = int(float(found[1]) * UNITS[unit])
+    if count < LEAST:
+        raise OptionError(f"{name} is {text!r}", why=_LITTLE, try_=_FORMS)
+    return count
+
+
+def check_resident(count: Any) -> int:
+    """Bytes that lie on the device beside the step (an optimizer's state), from what a user wrote.
+
+    Raises:
+        OptionError: for anything but a number of bytes from 0, or a text with a unit.
+    """
+    if isinstance(count, str):
+        return _parsed(count, "resident_bytes")
+    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+    if not whole or count < 0:
+        raise OptionError(
+            f"resident_bytes is {count!r}"[:100],
+            try_="a number of bytes from 0, or '4GiB': what the optimizer keeps, AdamW 8 bytes a"
+            " float32 parameter",
+        )
+    return operator.index(count)
+
+
+def unreachable(
+    asked: Budget, limit: int, lowest: int, plain: int, live: Sequence[Holder]
+) -> BudgetError:
+    """The error for a budget that cannot be kept.
+
+    Args:
+        asked: the budget.
+        limit: the same in bytes.
+        lowest: the smallest predicted peak that any plan has.
+        plain: the predicted peak without a plan.
+        live: what is alive at the smallest peak.
+    """
+    largest = sorted(live, key=lambda h: (-h.bytes, h.name))[:6]
+    held = "".join(f"\n         {line(h)}" for h in largest)
+    more = sum(h.bytes for h in live) - sum(h.bytes for h in largest)
+    rest = f"\n         {shown(more)} in {len(live) - 6} others" if len(live) > 6 else ""
+    same = f" of the {shown(plain)} without a plan" if asked.fraction is not None else ""
+    return BudgetError(
+        f"memory_budget={asked} ({shown(limit)}{same}) cannot be kept:"
+        f" the smallest peak is {shown(lowest)}",
+        at=next((f"{h.site}" for h in largest if h.site.file and h.kind != "parameters"), None),
+        why=f"there these are alive:{held}{rest}",
+        try_=f"memory_budget={_next(lowest)}, a smaller batch (graphopt.fit finds the largest),"
+        " or precision='bf16'",
+    )
+
+
+def line(held: Holder) -> str:
+    """One line for a storage: bytes, what it is, where it comes from."""
+    shape = "x".join(map(str, held.shape))
+    who = held.name or held.op or "unnamed"
+    place = f", {held.site}" if held.site.module or held.site.file else ""
+    phase = "" if held.phase == "forward" else f" ({held.phase})"
+    return f"{shown(held.bytes):>10}  {held.kind:12} {who}{phase}  {held.dtype}[{shape}]{place}"
+
+
+def shown(count: int) -> str:
+    """Bytes as a text that is a budget again, rounded to nothing.
+
+    Example:
+        >>> shown(3 * 2**30), shown(1536), shown(1000)
+        ('3GiB', '1.5KiB', '1000B')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= UNITS[unit.lower()]:
+            return f"{count / UNITS[unit.lower()]:.4g}{unit}"
+    return f"{count}B"
+
+
+def _next(lowest: int) -> str:
+    """A budget that is kept, as short as can be."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        size = UNITS[unit.lower()]
+        if lowest >= size:
+            return f"'{math.ceil(lowest / size * 100) / 100:g}{unit}'"
+    return str(max(lowest, LEAST))
