@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +98,11 @@ def needed(timeline: Timeline, dropped: Collection[int]) -> set[int]:
 def simulate(timeline: Timeline, dropped: Collection[int], *, levels: bool = False) -> Outcome:
     """Replay a step in which some values are dropped after the forward's last use of them.
 
-    A dropped value is made again when backward first asks for it or for a value that is computed
-    from it, and then kept until backward asked for it the last time. What a recompute reads and
-    nobody drops is held until then. Values that autograd does not save may be among the dropped:
-    those that a recompute needs are made again, and not held.
+    A dropped value is made again, once: when backward first asks for it or for what is computed
+    from it. It stays until backward asked for it the last time and all that is computed from it is
+    there. What a recompute reads and nobody drops is held as long as it may be asked for. Values
+    that autograd does not save may be among the dropped: those that a recompute reads are made
+    again and not held.
 
     Args:
         timeline: the step without a plan.
@@ -112,96 +113,69 @@ def simulate(timeline: Timeline, dropped: Collection[int], *, levels: bool = Fal
         The outcome; `ms` is zero and `peak` the timeline's own for an empty plan.
     """
     values = timeline.values
-    used = needed(timeline, dropped)
-    change = [0] * (len(timeline.before) + 2)
-    asked: dict[int, list[int]] = {}
-    release: dict[int, int] = {}  # until when a value may be asked for
-    for i in sorted(used, reverse=True):
+    chosen = needed(timeline, dropped)
+    used = sorted(chosen)
+    first: dict[int, int] = {}  # the step that makes it again
+    last: dict[int, int] = {}  # the last step that reads it
+    release: dict[int, int] = {}  # the last step for which what it reads is held
+    for i in reversed(used):
+        v = values[i]
+        if v.unpacks:
+            first[i] = min(first.get(i, v.unpacks[0]), v.unpacks[0])
+            last[i] = max(last.get(i, 0), v.unpacks[-1])
+            release[i] = max(release.get(i, 0), v.unpacks[-1])
+        for j in v.reads:
+            if j in chosen:
+                first[j] = min(first.get(j, first[i]), first[i])
+                last[j] = max(last.get(j, 0), first[i])
+            release[j] = max(release.get(j, 0), release[i])
+    change = [0] * (len(timeline.peak) + 2)
+    made: dict[int, list[int]] = {}
+    stays: dict[int, int] = {}  # step -> bytes made by it that outlive its recomputes
+    ends: dict[int, int] = {}  # step -> bytes made before that its recomputes let go
+    for i in used:
         v = values[i]
         if v.unpacks:
             change[v.last_use + 1] -= v.saved
             change[v.freed + 1] += v.saved
-            for step in v.unpacks:
-                asked.setdefault(step, []).append(i)
-            release[i] = max(release.get(i, 0), v.unpacks[-1])
-        for j in v.reads:
-            release[j] = max(release.get(j, 0), release[i])
-    for j, until in release.items():
+        made.setdefault(first[i], []).append(i)
+        change[first[i]] += v.bytes
+        asked = bool(v.unpacks) and v.unpacks[-1] == last[i]
+        change[last[i] + asked] -= v.bytes  # else gone before the step's own work
+        if asked or last[i] > first[i]:
+            stays[first[i]] = stays.get(first[i], 0) + v.bytes
+        if not asked and last[i] > first[i]:
+            ends[last[i]] = ends.get(last[i], 0) + v.bytes
+    for j in release.keys() - chosen:
         v = values[j]
-        if j not in used and until > v.freed:
+        if release[j] > v.freed:
             change[v.freed + 1] += v.bytes
-            change[until + 1] -= v.bytes
-    run = _Recompute(timeline, used)
-    inside: dict[int, tuple[int, int]] = {}  # step -> what its recomputes leave, their own most
-    for step in sorted(asked):
-        left = most = 0
-        for i in sorted(asked[step]):
-            made, highest = run.ask(i, step, change)
-            most = max(most, left + highest)
-            left += made
-        change[step] += left
-        inside[step] = left, most
+            change[release[j] + 1] -= v.bytes
     extra = list(itertools.accumulate(change[: len(timeline.peak)]))
     found = list(map(operator.add, timeline.peak, extra))
-    for step, (left, most) in inside.items():
-        found[step] = max(found[step], timeline.before[step] + extra[step] - left + most)
+    for step, makes in made.items():
+        start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
+        found[step] = max(found[step], start + _while_making(values, makes, step, last))
     top = max(found)
-    return Outcome(top, found.index(top), run.ms, tuple(found) if levels else ())
+    ms = sum(values[i].ms for i in used)
+    return Outcome(top, found.index(top), ms, tuple(found) if levels else ())
 
 
-class _Recompute:
-    """The recomputes of one replay: what is cached until when, and what it cost."""
-
-    def __init__(self, timeline: Timeline, used: set[int]) -> None:
-        self.values = timeline.values
-        self.used = used
-        self.cached: dict[int, int] = {}  # value -> the last step that it is kept for
-        self.ms = 0.0
-
-    def ask(self, i: int, step: int, change: list[int]) -> tuple[int, int]:
-        """Make a value, if it is not there.
-
-        Returns:
-            bytes that stay when it is done, and the most that lived above the start meanwhile.
-        """
-        if self.cached.get(i, -1) >= step:
-            return 0, 0
-        live = most = 0
-        order = self._chain(i, step)
-        last = {j: n for n, k in enumerate(order) for j in self.values[k].reads}
-        passing: dict[int, int] = {}  # made for this chain only -> bytes
-        for n, k in enumerate(order):
-            v = self.values[k]
-            self.ms += v.ms
-            live += v.bytes
-            most = max(most, live + v.transient)
-            if v.unpacks and v.unpacks[-1] >= step:
-                self.cached[k] = v.unpacks[-1]
-                change[v.unpacks[-1] + 1] -= v.bytes
-            else:
-                passing[k] = v.bytes
-            for j in [j for j in passing if last.get(j, n) <= n]:
-                live -= passing.pop(j)
-        return live, most
-
-    def _chain(self, i: int, step: int) -> list[int]:
-        """The values to run for one, each after what it reads."""
-        order: list[int] = []
-        seen: set[int] = set()
-        stack: list[tuple[int, bool]] = [(i, False)]
-        while stack:
-            j, ready = stack.pop()
-            if ready:
-                order.append(j)
-            elif j not in seen:
-                seen.add(j)
-                stack.append((j, True))
-                stack += [
-                    (k, False)
-                    for k in self.values[j].reads
-                    if k in self.used and self.cached.get(k, -1) < step
-                ]
-        return order
+def _while_making(
+    values: Sequence[Value], makes: Sequence[int], step: int, last: Mapping[int, int]
+) -> int:
+    """The most bytes above those at the step's start while its recomputes run."""
+    reader = {j: i for i in makes for j in values[i].reads}  # the last one that reads it
+    live = most = 0
+    for i in makes:
+        v = values[i]
+        live += v.bytes
+        most = max(most, live + v.transient)
+        for j in v.reads:
+            over = last.get(j) == step and reader[j] == i
+            if over and (not values[j].unpacks or values[j].unpacks[-1] < step):
+                live -= values[j].bytes
+    return most
 
 
 def compressed(timeline: Timeline) -> Timeline:
