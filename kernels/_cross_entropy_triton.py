@@ -4,9 +4,11 @@ A tile is [K, W] consecutive columns of one row, seen so that a thread holds the
 columns of every line: the maximum and the sum run down the lines in registers, and threads meet
 only once a row. Each of the W columns keeps a maximum and a sum of its own (online softmax).
 
-Rows whose ends are aligned to 16 bytes are read in whole groups of 16 bytes, past the last class
-too: such a group holds a class, so it lies in the row's own memory, and what is no class is
-replaced after the load. Strides and widths come in units, so that Triton sees their divisibility.
+Rows are read in whole groups of 16 bytes where the tensor begins at a multiple of 16, beyond the
+first and the last class too: each group holds a class, so it lies in the same allocation, and what
+is no class is replaced after the load. Rows that begin inside a group ("skewed", an odd vocabulary)
+are read so by the forward alone: the backward would have to shift them before the store. Strides
+and widths come in units, so that Triton sees their divisibility.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from graphopt.kernels._launch import cdiv, next_power_of_2, on_device
 NONE, MEAN = 0, 1
 WIDEST = 2048  # columns of a line: 8 values for each thread of 8 warps
 LINES = 4  # of a tile: 4 loads of 16 bytes a thread are on their way
+ALIKE = ["V", "inner", "ignore_index"]  # their divisibility says nothing about alignment
 ROWS_A_STEP = 8192  # of the program that adds the rows' losses
 
 
@@ -31,11 +34,11 @@ def _row_start(row, inner, stride_outer, stride_inner, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(start, cols, V, width, GROUP: tl.constexpr, EXACT: tl.constexpr):
+def _load_tile(start, cols, skew, V, width, GROUP: tl.constexpr, EXACT: tl.constexpr):
     """Columns as float32; those that are no class are -inf."""
     inside = cols < width * GROUP
     x = tl.load(start + cols, mask=inside, other=float("-inf")).to(tl.float32)
-    return x if EXACT else tl.where(cols < V, x, float("-inf"))
+    return x if EXACT else tl.where((cols >= skew) & (cols < V + skew), x, float("-inf"))
 
 
 @triton.jit
@@ -47,17 +50,23 @@ def _target_of(TARGET, row, V, ignore_index):
     return tl.where(known & (ignored == 0), target, 0), ignored, known
 
 
-@triton.jit(do_not_specialize=["V", "inner", "ignore_index"])
+@triton.jit(do_not_specialize=ALIKE)
 def _ce_fwd(
     X, TARGET, WEIGHT, WEIGHT_SUM, LOSS, STATISTICS,
     M, V, width, inner, stride_outer, stride_inner, ignore_index, smoothing,
-    UNIT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, SMOOTH: tl.constexpr,
-    K: tl.constexpr, W: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, SKEWED: tl.constexpr,
+    SMOOTH: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    start = X + _row_start(row, inner, stride_outer, stride_inner, UNIT)
+    offset = _row_start(row, inner, stride_outer, stride_inner, UNIT)
     at, ignored, known = _target_of(TARGET, row, V, ignore_index)
-    hit = tl.load(start + at).to(tl.float32)
+    hit = tl.load(X + offset + at).to(tl.float32)
+    skew = 0
+    if SKEWED:
+        skew = (offset % GROUP).to(tl.int32)
+        offset = offset // GROUP * GROUP
+        width = tl.cdiv(V + skew, GROUP)
+    start = X + offset
     lanes = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
     top = tl.full((W,), float("-inf"), tl.float32)
     total = tl.zeros((W,), tl.float32)
@@ -65,18 +74,18 @@ def _ce_fwd(
         # Measured from the target's logit, so that a common offset of all does not cancel.
         origin = tl.where(tl.abs(hit) < float("inf"), hit, 0.0)
         below = tl.zeros((W,), tl.float32)
-    for first in tl.range(0, V, K * W):
+    for first in tl.range(0, V + skew, K * W):
         cols = first + lanes
-        x = _load_tile(start, cols, V, width, GROUP, EXACT)
+        x = _load_tile(start, cols, skew, V, width, GROUP, EXACT)
         highest = tl.maximum(top, tl.max(x, 0))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift[None, :]), 0)
         top = highest
         if SMOOTH:
-            inside = cols < V
+            inside = (cols >= skew) & (cols < V + skew)
             gap = tl.where(inside, origin - x, 0.0)
             if WEIGHT is not None:
-                gap *= tl.load(WEIGHT + cols, mask=inside, other=0.0).to(tl.float32)
+                gap *= tl.load(WEIGHT + (cols - skew), mask=inside, other=0.0).to(tl.float32)
             below += tl.sum(gap, 0)
     peak = tl.max(top, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
@@ -120,7 +129,7 @@ def _ce_reduce(
     tl.store(LOSS, value.to(LOSS.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["V", "inner", "stride_grad", "ignore_index"])
+@triton.jit(do_not_specialize=[*ALIKE, "stride_grad", "stride_dx", "width_dx"])
 def _ce_bwd(
     GRAD, X, TARGET, WEIGHT, WEIGHT_SUM, STATISTICS, TOTAL, DX,
     M, V, width, inner, stride_outer, stride_inner, stride_grad, stride_dx, width_dx,
@@ -144,7 +153,7 @@ def _ce_bwd(
     else:
         x = _load_tile(
             X + _row_start(row, inner, stride_outer, stride_inner, UNIT),
-            cols, V, width, GROUP, EXACT,
+            cols, 0, V, width, GROUP, EXACT,
         )  # fmt: skip
         scale = tl.load(GRAD + row * stride_grad).to(tl.float32)
         if TOTAL is not None:
@@ -205,17 +214,16 @@ def _two_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return runs[0][0], runs[1][1], runs[0][1]
 
 
-def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, object]]:
-    """(width, inner, outer, step) in units, and the constants that say which units."""
+def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, object], bool]:
+    """(width, inner, outer, step) in units; the constants that say which; are rows skewed."""
     unit = 16
     while rows.outer % unit or rows.step % unit:
         unit //= 2
-    group = 16 // rows.tensor.element_size()
-    aligned = unit % group == 0 and rows.tensor.data_ptr() % 16 == 0
-    group = group if aligned else 1
+    group = 16 // rows.tensor.element_size() if rows.tensor.data_ptr() % 16 == 0 else 1
+    skewed = unit % group != 0
     width = cdiv(classes, group)
-    flags = {"UNIT": unit, "GROUP": group, "EXACT": width * group == classes}
-    return (width, rows.inner, rows.outer // unit, rows.step // unit), flags
+    flags = {"UNIT": unit, "GROUP": group, "EXACT": width * group == classes and not skewed}
+    return (width, rows.inner, rows.outer // unit, rows.step // unit), flags, skewed
 
 
 def _tile(columns: int) -> tuple[dict[str, int], int]:
@@ -243,7 +251,7 @@ def forward(
     """Write loss, statistics [2, rows] and, for a mean, total; there is at least one row."""
     rows = _rows_of(logits)
     count = statistics.shape[1]
-    sizes, flags = _units(rows, classes)
+    sizes, flags, skewed = _units(rows, classes)
     tile, _ = _tile(classes)
     target = target.contiguous()
     weight, weight_sum = _vectors(weight, smoothing)
@@ -253,7 +261,7 @@ def forward(
         _ce_fwd[(count,)](
             rows.tensor, target, weight, weight_sum, each, statistics,
             count, classes, *sizes, ignore_index, smoothing,
-            SMOOTH=smoothing > 0, **flags, **tile,
+            SKEWED=skewed, SMOOTH=smoothing > 0, **flags, **tile,
         )  # fmt: skip
         if reduction != NONE:
             block = min(ROWS_A_STEP, max(32, next_power_of_2(count)))
@@ -271,9 +279,13 @@ def backward(
     """Write dx, shaped as logits, whose rows lie at one stride, a multiple of 16 bytes."""
     rows = _rows_of(logits)
     count = statistics.shape[1]
-    sizes, flags = _units(rows, classes)
+    sizes, flags, skewed = _units(rows, classes)
     group = 16 // dx.element_size()
+    if skewed or flags["GROUP"] == 1:
+        # One layout serves load and store: with wide stores, a warp's narrow loads lie far apart.
+        flags, sizes, group = {**flags, "GROUP": 1, "EXACT": True}, (classes, *sizes[1:]), 1
     width_dx = cdiv(dx.shape[-1], group)
+    stride_dx = dx.stride(-2) // group if dx.dim() > 1 else 0
     tile, across = _tile(width_dx * group)
     stride_grad = 0
     if reduction == NONE:
@@ -284,6 +296,6 @@ def backward(
         _ce_bwd[(count * across,)](
             grad, rows.tensor, target.contiguous(), weight, weight_sum,
             statistics, total if reduction == MEAN else None, dx,
-            count, classes, *sizes, stride_grad, width_dx, width_dx, ignore_index, smoothing,
+            count, classes, *sizes, stride_grad, stride_dx, width_dx, ignore_index, smoothing,
             SMOOTH=smoothing > 0, GROUP_DX=group, **flags, **tile,
         )  # fmt: skip
