@@ -30,6 +30,7 @@ FAMILIES = (
     "glu",
     "dropout",
     "rope",
+    "linear_rope",
     "functional",
     "cast",
     "cross_entropy",

@@ -1,7 +1,8 @@
 """Triton for glu: activation(gate) * up, one pass forward and one pass backward.
 
 Rows of gate and of up may lie at any stride, so the halves of a packed [M, 2F] projection are read
-in place. Backward reads dy, gate and up and writes dgate and dup.
+in place. Backward reads dy, gate and up and writes dgate and dup, which may be the halves of one
+buffer as well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _glu_fwd(
 
 @triton.jit
 def _glu_bwd(
-    DY, GATE, UP, DGATE, DUP, M, N, stride_dy, stride_gate, stride_up,
+    DY, GATE, UP, DGATE, DUP, M, N, stride_dy, stride_gate, stride_up, stride_out,
     ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(N, BN)
@@ -52,7 +53,7 @@ def _glu_bwd(
     up = tl.load(UP + at_up, mask=mask).to(tl.float32)
     dgate = activate_grad(dy * up, z, ACT, FAST)
     dup = dy * activate(z, ACT, FAST)
-    place = first + rows[:, None] * N + cols[None, :]
+    place = first + rows[:, None] * stride_out + cols[None, :]
     tl.store(DGATE + place, dgate.to(DGATE.dtype.element_ty), mask=mask)
     tl.store(DUP + place, dup.to(DUP.dtype.element_ty), mask=mask)
 
@@ -81,15 +82,36 @@ def backward(
     """(dgate, dup), contiguous, each in its input's dtype."""
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    _backward_into(dgate, dup, gate.shape[-1] if gate.dim() else 1, dy, gate, up, activation)
+    return dgate, dup
+
+
+def backward_packed(
+    dy: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
+) -> torch.Tensor:
+    """The gradient of [..., 2N], contiguous: both halves are written where they lie."""
+    grad = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    halves, slopes = packed.chunk(2, dim=-1), grad.chunk(2, dim=-1)
+    (gate, up), (dgate, dup) = (h if gate_first else h[::-1] for h in (halves, slopes))
+    _backward_into(dgate, dup, packed.shape[-1], dy, gate, up, activation)
+    return grad
+
+
+def _backward_into(
+    dgate: torch.Tensor, dup: torch.Tensor, stride: int,
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str,
+) -> None:  # fmt: skip
+    """Write both gradients, whose rows lie `stride` elements apart."""
     if gate.numel() == 0:
-        return dgate, dup
-    (rows_dy, rows_gate, rows_up), count, cols = lay_out(dy, gate, up, flat=True)
+        return
+    # One long row only where the results lie so, too.
+    flat = dgate.is_contiguous()
+    (rows_dy, rows_gate, rows_up), count, cols = lay_out(dy, gate, up, flat=flat)
     tiles = tile(count, cols, BACKWARD_TILE)
     with on_device(gate):
         _glu_bwd[(tiles.across * tiles.down,)](
             rows_dy.tensor, rows_gate.tensor, rows_up.tensor, dgate, dup,
-            count, cols, rows_dy.stride, rows_gate.stride, rows_up.stride,
+            count, cols, rows_dy.stride, rows_gate.stride, rows_up.stride, stride,
             ACT=activation, FAST=gate.dtype in HALF and up.dtype in HALF,
             BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
         )  # fmt: skip
-    return dgate, dup

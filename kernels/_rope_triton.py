@@ -70,7 +70,7 @@ def _store_pairs(
 def _turn(
     X, COS, SIN, Y, size_b, size_c,
     x_a, x_b, x_c, cos_a, cos_b, cos_c, sin_a, sin_b, sin_c, y_a, y_b, y_c,
-    BACK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr, INTERLEAVED: tl.constexpr, IN_PLACE: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TB: tl.constexpr, TC: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -95,6 +95,10 @@ def _turn(
     else:
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
+    if IN_PLACE:
+        # In a tile of fewer values than threads, several threads hold the same value: none may
+        # write before all have read.
+        tl.debug_barrier()
     _store_pairs(Y, at_y, inside, y1, y2, HALF, BLOCK, INTERLEAVED)
 
 
@@ -227,7 +231,7 @@ def turn(
         x: [..., D], float16, bfloat16 or float32.
         cos: broadcastable to x.
         sin: the same.
-        y: x's shape, any memory layout with D contiguous.
+        y: x's shape, any memory layout with D contiguous; x itself, to turn it in place.
         interleaved: pairs lie side by side.
         back: apply the transpose of the map.
     """
@@ -241,7 +245,8 @@ def turn(
     with on_device(x):
         _turn[(cut.programs,)](
             x, cos, sin, y, *cut.sizes[1:], *cut.x, *cut.cos, *cut.sin, *cut.y,
-            BACK=back, INTERLEAVED=interleaved, HALF=cut.half, BLOCK=next_power_of_2(cut.half),
+            BACK=back, INTERLEAVED=interleaved, IN_PLACE=x is y,
+            HALF=cut.half, BLOCK=next_power_of_2(cut.half),
             TB=cut.tile_b, TC=cut.tile_c, num_warps=WARPS,
         )  # fmt: skip
     return True

@@ -6,6 +6,10 @@ lie side by side in one buffer that one `torch._foreach_copy_` fills, and the gr
 the same way. The buffer is made anew at every call, as eager's copies are: no copy outlives a
 change of its weight, and graphs of two forwards do not share one. Only inside `holding` are the
 copies kept: whoever opens it promises that the weights stay as they are.
+
+Weights that are used as one matrix (q, k and v of an attention) are stacked: their copies lie one
+below the other without a gap, so that the stack is one contiguous tensor, and the gradient of the
+stack is cut into theirs as it is widened.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphopt.errors import GraphOptError
+from graphopt.errors import GraphOptError, OptionError
 from graphopt.kernels._library import LIBRARY, define
 from graphopt.kernels._op import Cost, Op, Sample, register
 
@@ -24,53 +28,98 @@ ALIGNMENT = 128
 """Bytes at a multiple of which each copy begins: what GEMMs and vector loads want."""
 
 
-def side_by_side(like: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def side_by_side(
+    like: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Empty contiguous tensors of the shapes of others, in one buffer.
 
     Args:
         like: tensors of one device, at least one.
         dtype: of the new tensors.
+        stacks: how many of them, in order, lie one below the other; empty: each for itself.
+
+    Returns:
+        A tensor for each of `like`, and one for each stack, of which those are the rows.
 
     Example:
-        >>> [t.shape for t in side_by_side([torch.ones(2, 3), torch.ones(4)], torch.float16)]
-        [torch.Size([2, 3]), torch.Size([4])]
+        >>> parts, whole = side_by_side([torch.ones(2, 3), torch.ones(4, 3)], torch.half, [2])
+        >>> [t.shape for t in (*parts, *whole)]
+        [torch.Size([2, 3]), torch.Size([4, 3]), torch.Size([6, 3])]
     """
     step = max(1, ALIGNMENT // dtype.itemsize)
-    sizes = [-(-t.numel() // step) * step for t in like]
+    groups = list(_groups(like, stacks))
+    sizes = [-(-sum(t.numel() for t in group) // step) * step for group in groups]
     flat = torch.empty(sum(sizes), dtype=dtype, device=like[0].device)
-    return [
-        (part if part.numel() == t.numel() else part[: t.numel()]).view(t.shape)
-        for part, t in zip(flat.split(sizes), like, strict=True)
-    ]
+    parts: list[torch.Tensor] = []
+    whole: list[torch.Tensor] = []
+    for room, group in zip(flat.split(sizes), groups, strict=True):
+        stack = room[: sum(t.numel() for t in group)].view(_stacked_shape(group))
+        whole.append(stack)
+        parts += [stack] if len(group) == 1 else stack.split([t.shape[0] for t in group])
+    return parts, whole
 
 
-def cast_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _groups(items: Sequence[Any], stacks: Sequence[int]) -> Iterator[Sequence[Any]]:
+    """The items of each stack."""
+    if stacks and sum(stacks) != len(items):
+        raise OptionError(f"stacks {list(stacks)} of {len(items)} weights", try_="their sum")
+    at = 0
+    for count in stacks or [1] * len(items):
+        yield items[at : at + count]
+        at += count
+
+
+def _stacked_shape(group: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The shape of some tensors one below the other."""
+    first = group[0].shape
+    if len(group) == 1:
+        return tuple(first)
+    if any(t.dim() == 0 or t.shape[1:] != first[1:] for t in group):
+        raise OptionError(
+            f"weights of shapes {', '.join(str(list(t.shape)) for t in group)} in one stack",
+            why="they lie one below the other, so all but the first size must be the same",
+        )
+    return (sum(t.shape[0] for t in group), *first[1:])
+
+
+def cast_weights(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
+) -> list[torch.Tensor]:
     """Copies of tensors in another dtype, in plain torch.
 
     Args:
         weights: tensors of one device and of any shapes and floating dtypes.
         dtype: the dtype of the copies.
+        stacks: how many weights, in order, each result holds one below the other (their shapes
+            then differ in the first size alone); empty: one each.
 
     Returns:
-        One contiguous tensor a weight; they lie in one buffer.
+        One contiguous tensor a stack; they lie in one buffer.
+
+    Raises:
+        OptionError: stacks that do not fit the weights.
 
     Example:
         >>> cast_weights([torch.ones(2), torch.zeros(1)], torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0.], dtype=torch.bfloat16)]
+        >>> cast_weights([torch.ones(2), torch.zeros(1)], torch.bfloat16, [2])
+        [tensor([1., 1., 0.], dtype=torch.bfloat16)]
     """
     if not weights:
         return []
     held = _HELD.get(id(weights[0]))
     if held is not None:
-        return held.copies(weights, dtype)
-    return _copied(weights, dtype)
+        return held.copies(weights, dtype, stacks)
+    return _copied(weights, dtype, stacks)
 
 
-def _copied(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    copies = side_by_side(weights, dtype)
+def _copied(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    copies, whole = side_by_side(weights, dtype, stacks)
     with torch.no_grad():
         torch._foreach_copy_(copies, list(weights))
-    return copies
+    return whole
 
 
 class _Held:
@@ -79,12 +128,14 @@ class _Held:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[list[int], list[torch.Tensor]]] = {}
 
-    def copies(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        key = (dtype, *map(id, weights))
+    def copies(
+        self, weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int]
+    ) -> list[torch.Tensor]:
+        key = (dtype, tuple(stacks), *map(id, weights))
         versions = [0 if w.is_inference() else w._version for w in weights]
         if key not in self._known:
             with torch.inference_mode(False):
-                self._known[key] = versions, _copied([w.detach() for w in weights], dtype)
+                self._known[key] = versions, _copied([w.detach() for w in weights], dtype, stacks)
         before, copies = self._known[key]
         if before != versions:
             changed = next(i for i, v in enumerate(versions) if v != before[i])
@@ -130,12 +181,15 @@ def holding(weights: Iterable[torch.Tensor]) -> Iterator[None]:
                 _HELD[mark] = outer
 
 
-def _fake(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [w.new_empty(w.shape, dtype=dtype) for w in weights]
+def _fake(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    groups = _groups(weights, stacks)
+    return [group[0].new_empty(_stacked_shape(group), dtype=dtype) for group in groups]
 
 
 _CAST = define(
-    "cast_weights(Tensor[] weights, ScalarType dtype) -> Tensor[]",
+    "cast_weights(Tensor[] weights, ScalarType dtype, int[] stacks=[]) -> Tensor[]",
     launch=None,
     reference=cast_weights,
     fake=_fake,
@@ -146,40 +200,55 @@ class _CastWeights(torch.autograd.Function):
     """The copies of the weights that want a gradient; backward widens the gradients together."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, dtype: torch.dtype, stacks: Sequence[int], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            copies = _CAST(list(weights), dtype)
+            copies = _CAST(list(weights), dtype, stacks)
+        ctx.rows = [
+            [w.shape[0] for w in g] if len(g) > 1 else None for g in _groups(weights, stacks)
+        ]
         ctx.dtypes = [w.dtype for w in weights]
         ctx.set_materialize_grads(False)
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        parts: list[torch.Tensor | None] = []
+        for grad, rows in zip(grads, ctx.rows, strict=True):
+            if rows is None:
+                parts.append(grad)
+            else:
+                parts += [None] * len(rows) if grad is None else grad.split(rows)
         if torch.is_grad_enabled():  # create_graph=True: casts that can be differentiated again
-            pairs = zip(grads, ctx.dtypes, strict=True)
-            return None, *(None if g is None else g.to(d) for g, d in pairs)
-        wide: list[torch.Tensor | None] = [None] * len(grads)
+            pairs = zip(parts, ctx.dtypes, strict=True)
+            return None, None, *(None if g is None else g.to(d) for g, d in pairs)
+        needs = ctx.needs_input_grad[2:]
+        wide: list[torch.Tensor | None] = [None] * len(parts)
         for dtype in dict.fromkeys(ctx.dtypes):
-            there = [i for i, d in enumerate(ctx.dtypes) if d == dtype and grads[i] is not None]
-            given = [g for i in there if (g := grads[i]) is not None]
+            there = [i for i, d in enumerate(ctx.dtypes) if d == dtype and needs[i]]
+            there = [i for i in there if parts[i] is not None]
+            given = [g for i in there if (g := parts[i]) is not None]
             widened = _copied(given, dtype) if given else []
             for i, grad in zip(there, widened, strict=True):
                 wide[i] = grad
-        return None, *wide
+        return None, None, *wide
 
 
-def _autograd(weights: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _autograd(
+    weights: list[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
+) -> list[torch.Tensor]:
     if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
-        return list(_CastWeights.apply(dtype, *weights))
+        return list(_CastWeights.apply(dtype, stacks, *weights))
     with torch._C._AutoDispatchBelowAutograd():
-        copies: list[torch.Tensor] = _CAST(weights, dtype)
+        copies: list[torch.Tensor] = _CAST(weights, dtype, stacks)
     return copies
 
 
 LIBRARY.impl("cast_weights", _autograd, "Autograd")
 
 
-def _cost(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> Cost:
+def _cost(weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()) -> Cost:
     count = sum(w.numel() for w in weights)
     return Cost(sum(w.numel() * w.element_size() for w in weights), count * dtype.itemsize, 0)
 
@@ -188,6 +257,7 @@ def _samples(device: torch.device) -> Iterator[Sample]:
     weights = [torch.linspace(-3, 3, n, device=device).reshape(-1, 3) for n in (12, 3, 33)]
     yield Sample((weights, torch.bfloat16))
     yield Sample((weights[:1], torch.float16))
+    yield Sample((weights, torch.bfloat16, [1, 2]))
 
 
 register(

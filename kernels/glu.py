@@ -5,6 +5,10 @@ are read in place), and writes the product: one pass. Saved: gate and up only. B
 gate and up and writes dgate and dup: one pass. Arithmetic in float32 (float64 if an input is), one
 rounding at the store.
 Shazeer, "GLU Variants Improve Transformer", 2020.
+
+glu_packed takes both as the halves of one [..., 2N] tensor, as a merged projection gives them, and
+returns the gradient of the whole: backward writes both halves where they lie, so that nothing has
+to be put together.
 """
 
 from __future__ import annotations
@@ -195,5 +199,164 @@ register(
         cost=_cost,
         backward_cost=_backward_cost,
         saved="gate and up: 1 x the inputs' bytes",
+    )
+)
+
+
+# glu_packed -------------------------------------------------------------------------------------
+
+
+def glu_packed_reference(
+    packed: torch.Tensor,
+    activation: str,
+    gate_first: bool = True,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """activation(gate) * up of the two halves of the last dimension, in plain torch.
+
+    Args:
+        packed: [..., 2N], floating.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or "sigmoid".
+        gate_first: whether the gate is the first half, else the second.
+        out_dtype: the result's dtype; None for packed's.
+
+    Returns:
+        [..., N], contiguous.
+
+    Raises:
+        OptionError: an unknown activation, or an odd last dimension.
+        UnsupportedError: not a floating dtype.
+
+    Example:
+        >>> glu_packed_reference(torch.tensor([-1.0, 2.0, 3.0, 3.0]), "relu")
+        tensor([0., 6.])
+    """
+    return glu_reference(*_halves(packed, gate_first), activation, out_dtype=out_dtype)
+
+
+def _halves(packed: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up."""
+    if packed.dim() == 0 or packed.shape[-1] % 2:
+        raise OptionError(
+            f"graphopt::glu_packed: last dimension of {tuple(packed.shape)}",
+            why="its halves are the gate and the other factor",
+        )
+    first, second = packed.chunk(2, dim=-1)
+    return (first, second) if gate_first else (second, first)
+
+
+def _packed_launch(
+    packed: torch.Tensor,
+    activation: str,
+    gate_first: bool = True,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return _launch(*_halves(packed, gate_first), activation, out_dtype=out_dtype)
+
+
+def _packed_fake(
+    packed: torch.Tensor,
+    activation: str,
+    gate_first: bool = True,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return _fake(*_halves(packed, gate_first), activation, out_dtype=out_dtype)
+
+
+def _packed_backward_reference(
+    grad: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
+) -> torch.Tensor:
+    dgate, dup = _backward_reference(grad, *_halves(packed, gate_first), activation)
+    return torch.cat((dgate, dup) if gate_first else (dup, dgate), dim=-1)
+
+
+def _packed_backward_launch(
+    grad: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
+) -> torch.Tensor:
+    if not kernel_serves(grad, packed):
+        return _packed_backward_reference(grad, packed, activation, gate_first)
+    from graphopt.kernels import _glu_triton as triton_path
+
+    return triton_path.backward_packed(grad, packed, activation, gate_first)
+
+
+_PACKED_BACKWARD = define(
+    "glu_packed_backward(Tensor grad, Tensor packed, str activation, bool gate_first) -> Tensor",
+    launch=_packed_backward_launch,
+    reference=_packed_backward_reference,
+    fake=lambda grad, packed, activation, gate_first: packed.new_empty(packed.shape),
+)
+
+
+def _packed_forward_grad(
+    packed: torch.Tensor, activation: str, gate_first: bool, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[str, bool]]:
+    y = invoke(_PACKED, packed, activation, gate_first, out_dtype=out_dtype)
+    return y, (packed,), (activation, gate_first)
+
+
+def _packed_backward_grad(
+    saved: tuple[Any, ...], kept: tuple[str, bool], needs: tuple[bool, ...], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return invoke(_PACKED_BACKWARD, grads[0], *saved, *kept), None, None, None
+
+
+_PACKED = define(
+    "glu_packed(Tensor packed, str activation, bool gate_first=True, *,"
+    " ScalarType? out_dtype=None) -> Tensor",
+    launch=_packed_launch,
+    reference=glu_packed_reference,
+    fake=_packed_fake,
+    gradient=Gradient(_packed_forward_grad, _packed_backward_grad),
+)
+
+
+def _packed_cost(
+    packed: torch.Tensor,
+    activation: str,
+    gate_first: bool = True,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Cost:
+    return _cost(*_halves(packed, gate_first), activation, out_dtype=out_dtype)
+
+
+def _packed_backward_cost(
+    packed: torch.Tensor,
+    activation: str,
+    gate_first: bool = True,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Cost:
+    return _backward_cost(*_halves(packed, gate_first), activation, out_dtype=out_dtype)
+
+
+def _packed_samples(device: torch.device) -> Iterator[Sample]:
+    packed = torch.linspace(-4, 4, 2 * 3 * 48, device=device).reshape(2, 3, 48)
+    for activation in NAMES:
+        yield Sample((packed, activation))
+    yield Sample((packed.bfloat16(), "silu", False))
+    yield Sample((packed.bfloat16(), "silu"), {"out_dtype": torch.float32})
+    yield Sample((packed[..., :34], "gelu"))
+
+
+def _packed_example(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
+    return Sample((torch.randn(rows, 2 * cols, device=device, dtype=dtype), "silu"))
+
+
+register(
+    Op(
+        name="glu_packed",
+        overload=_PACKED,
+        reference=glu_packed_reference,
+        launch=_packed_launch,
+        samples=_packed_samples,
+        example=_packed_example,
+        cost=_packed_cost,
+        backward_cost=_packed_backward_cost,
+        saved="packed: 1 x the input's bytes",
     )
 )
