@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -135,6 +136,7 @@ def capture(
         training=module.training,
         grad=grad,
         device=_device(module, leaves),
+        result=functools.partial(sig.unflatten, exported.outputs),
     )
     guards = ShapeGuards.of(pure.graph) if dynamic else None
     total = time.perf_counter() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Body:
         grad: whether autograd was recording at capture.
         device: where the body computes; seeds are drawn from that device's generator.
         autocast: dtype of the ambient `torch.autocast` by device type, empty where there is none.
+        result: makes what the user's forward returns of the first `user_outputs` outputs; None in a
+            body that was not captured from a module.
     """
 
     graph: fx.Graph
@@ -53,6 +56,7 @@ class Body:
     grad: bool = True
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     autocast: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
+    result: Callable[[Sequence[Any]], Any] | None = None
 
     @property
     def output(self) -> fx.Node:
