@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+
+_BESIDE_TORCH = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))), "")
+"""The folder in which torch is installed, whatever its name: `pip install --target`, say."""
 
 
 def functions_in(value: Any) -> Iterator[types.FunctionType]:
@@ -49,4 +55,5 @@ def is_librarys(module: str | None) -> bool:
     if top in ("torch", "graphopt") or (top in sys.stdlib_module_names and name != "__main__"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+    installed = "site-packages" in file or "dist-packages" in file
+    return installed or file.startswith(_BESIDE_TORCH)

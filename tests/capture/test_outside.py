@@ -8,6 +8,7 @@ import datetime
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 import types
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphopt.capture import functions
 from graphopt.errors import CaptureError, GraphoptWarning
 from graphopt.module import GraphoptModule, Settings
 
@@ -618,3 +620,11 @@ def test_inference_mode_is_the_callers() -> None:
     assert opt(torch.ones(2)).tolist() == [1.0, 1.0]
     with torch.inference_mode():
         assert opt(torch.ones(2)).tolist() == [13.0, 13.0]
+
+
+def test_a_package_installed_beside_torch_is_a_library(monkeypatch):
+    beside = types.ModuleType("graphopt_test_beside")
+    beside.__file__ = "/opt/packages/graphopt_test_beside/__init__.py"
+    monkeypatch.setitem(sys.modules, beside.__name__, beside)
+    monkeypatch.setattr(functions, "_BESIDE_TORCH", "/opt/packages/")
+    assert functions.is_librarys(beside.__name__)
