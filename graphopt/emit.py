@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.graph.body import CONSTANTS, Body
+from graphopt.remat import is_marker, recipes, scope
 
 _count = itertools.count()
 
@@ -61,6 +62,7 @@ class Program:
     Attributes:
         text: the Python source of the function.
         refs: where its state comes from, in the order of the function's first argument.
+        recipes: how each value that its markers drop is computed again; empty where none is.
     """
 
     def __init__(self, body: Body, label: str) -> None:
@@ -73,6 +75,7 @@ class Program:
         writer = _Writer(body.graph)
         self.text = writer.text()
         self.refs = [ParamRef.of(body, path) for path in writer.state]
+        self.recipes = recipes(body.graph)
         self._cells = [(r.owner, r.name) for r in self.refs]
         filename = f"<graphopt {label} #{next(_count)}>"
         scope = dict(writer.scope)
@@ -83,7 +86,8 @@ class Program:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the body on its input leaves; returns its flat outputs."""
-        return self.function([d[n] for d, n in self._cells], *inputs)
+        with scope(self.recipes):
+            return self.function([d[n] for d, n in self._cells], *inputs)
 
 
 class _Writer:
@@ -105,7 +109,9 @@ class _Writer:
             lines.append(f"    ({', '.join(n.name for n in reads)},) = _state")
         done = self._last_uses()
         for node in self.graph.nodes:
-            if node.op == "call_function":
+            if is_marker(node):
+                lines.append(f"    {self._call(node)}")
+            elif node.op == "call_function":
                 lines.append(f"    {node.name} = {self._call(node)}")
             elif node.op == "output":
                 lines.append(f"    return {self._value(tuple(node.args[0]))}")
@@ -124,7 +130,8 @@ class _Writer:
             if node.op != "call_function":
                 continue
             names = []
-            for used in (*node.all_input_nodes, node):
+            own = () if is_marker(node) else (node,)
+            for used in (*node.all_input_nodes, *own):
                 if used not in seen and used.op == "call_function":
                     seen.add(used)
                     names.append(used.name)

@@ -1,1 +1,564 @@
-"""Rematerialization at run time: values that autograd saved are dropped and computed again."""
+"""Rematerialization at run time: values that autograd saved are dropped and computed again.
+
+A graph holds a marker `drop(value, name, held)` behind the last use of each value that is not to
+live until the backward pass. While a `scope` is open, hooks on saved tensors hand autograd handles
+in place of tensors; the marker turns those of its value into promises to compute it again, by the
+op that made it (a `Recipe`), from tensors that the marker holds and from other dropped values. In
+backward the first handle that is unpacked runs the recipes it needs under `no_grad`, each once: a
+value is kept until its last pending handle, and the last recipe that reads it, had it.
+
+Without an open scope a marker does nothing: under `no_grad`, in an interpreter, in printed code.
+
+What autograd promises still holds: a tensor that was written in place between forward and backward
+raises, `retain_graph` and double backward work, nothing outlives the autograd graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from graphopt.errors import GraphOptError, PassError
+
+_DEVICES = ("cpu", "cuda")  # with an autocast of their own
+
+
+class ModifiedError(GraphOptError, RuntimeError):
+    """A tensor that backward needs was written in place after forward.
+
+    A `RuntimeError` too, as autograd's own.
+    """
+
+
+# -------------------------------------------------------------------------------------- recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """In a recipe: the tensor or number that the marker holds at this position."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """In a recipe: another dropped value, computed again where it must be."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """In a recipe: a function of constants, held tensors, other values and further calls."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recipe:
+    """How one dropped value is computed again.
+
+    Attributes:
+        name: the value's name.
+        call: the op that made it, over the views between it and what is held.
+        reads: names of the dropped values that it reads.
+    """
+
+    name: str
+    call: Call
+    reads: tuple[str, ...]
+
+
+def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
+    """The recipe of every value that a graph drops, by the value's name.
+
+    Read off the graph at hand: what a copy of it changes (dtypes, dropout probabilities) the
+    recipes follow.
+
+    Args:
+        graph: a graph with `drop` markers; without, there are no recipes.
+        given: values, by node name, that its runner takes in place of running a node.
+
+    Raises:
+        PassError: when a recipe would need a value that its marker does not hold.
+    """
+    names: dict[fx.Node, str] = {}
+    held: dict[str, tuple[fx.Node, ...]] = {}
+    for node in graph.nodes:
+        if is_marker(node):
+            mark = marked(node)
+            names[mark.op] = mark.name
+            held[mark.name] = held.get(mark.name) or mark.held
+    found = {}
+    for node, name in names.items():
+        if given is not None and node.name in given:
+            found[name] = Recipe(name, Call(_given, (given[node.name],)), ())
+        else:
+            found[name] = _Reader(names, held[name]).recipe(node, name)
+    return found
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node marks where a value is dropped."""
+    return node.op == "call_function" and node.target is drop
+
+
+class Mark(NamedTuple):
+    """What a marker says.
+
+    Attributes:
+        op: the node that made the value.
+        name: the name of its recipe.
+        held: what is held to compute it again.
+    """
+
+    op: fx.Node
+    name: str
+    held: tuple[fx.Node, ...]
+
+
+def marked(marker: fx.Node) -> Mark:
+    """What a marker says."""
+    value, name, *rest = marker.args
+    part: Any = value[0] if isinstance(value, (list, tuple)) else value
+    item = "output" in marker.kwargs or part is not value
+    held: Any = rest[0] if rest else ()
+    return Mark(part.args[0] if item else part, str(name), tuple(held))
+
+
+def again(node: fx.Node) -> Call:
+    """The call, over nodes, that gives a node's value again.
+
+    The op itself; for a batch norm in training one that leaves out its running statistics, which
+    forward has written meanwhile.
+    """
+    if node.target is torch.ops.graphopt.batch_norm.default:
+        x, weight, bias, _mean, _var, momentum, eps = node.args
+        return Call(_batch_norm, (x, weight, bias, momentum, eps))
+    return Call(node.target, node.args, node.kwargs)
+
+
+def _batch_norm(x: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Any:
+    cudnn = torch.backends.cudnn.enabled
+    args = (x, weight, bias, None, None, True, momentum, eps, cudnn)
+    return (torch.ops.aten.batch_norm.default(*args),)
+
+
+def _given(value: Any) -> Any:
+    return value
+
+
+class _Reader:
+    """Builds one recipe from a graph."""
+
+    def __init__(self, names: Mapping[fx.Node, str], held: Sequence[fx.Node]) -> None:
+        self._names = names
+        self._held = {node: Held(i) for i, node in enumerate(held)}
+        self._reads: dict[str, None] = {}
+
+    def recipe(self, node: fx.Node, name: str) -> Recipe:
+        call = again(node)
+        args, kwargs = map_aggregate((call.args, dict(call.kwargs)), self._operand)
+        return Recipe(name, Call(call.target, args, kwargs), tuple(self._reads))
+
+    def _operand(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self._held:
+            return self._held[value]
+        if value in self._names:
+            self._reads[self._names[value]] = None
+            return Again(self._names[value])
+        if value.op != "call_function":
+            raise PassError(
+                f"a dropped value needs {value.name} to be computed again, and nothing holds it",
+                why="its marker was made for another graph",
+            )
+        args, kwargs = map_aggregate((value.args, dict(value.kwargs)), self._operand)
+        return Call(value.target, args, kwargs)
+
+
+# -------------------------------------------------------------------------------------- forward
+
+
+class _Local(threading.local):
+    scope: _Scope | None = None
+
+
+_LOCAL = _Local()
+
+
+@fx.node.has_side_effect
+def drop(value: Any, name: str, held: Sequence[Any] = (), output: int | None = None) -> None:
+    """Let go of what autograd saved of a value; backward computes it again.
+
+    Args:
+        value: the value behind its last use: a tensor, or all the tensors of a list.
+        name: the name of its recipe.
+        held: what the recipe reads, tensors and numbers; one marker of each value gives it.
+        output: which of its op's tensors it is; None where it is all there are.
+    """
+    scope = _LOCAL.scope
+    if scope is not None:
+        scope.drop(value, name, held, output)
+
+
+def scope(found: Mapping[str, Recipe]) -> contextlib.AbstractContextManager[Any]:
+    """Around the forward of a graph: its markers take effect.
+
+    They do not where nothing is recorded, nor where the caller has hooks on saved tensors of his
+    own (`save_on_cpu`, `torch.utils.checkpoint` around the module): then his have all tensors.
+
+    Args:
+        found: what `recipes` gave for the graph.
+    """
+    if not found or not torch.is_grad_enabled() or _hooked():
+        return contextlib.nullcontext()
+    return _opened(found)
+
+
+def dropping(function: Callable[..., Any], found: Mapping[str, Recipe]) -> Callable[..., Any]:
+    """A function whose markers take effect: it runs inside a `scope`."""
+
+    def run(*args: Any) -> Any:
+        with scope(found):
+            return function(*args)
+
+    return run
+
+
+def _hooked() -> bool:
+    """Whether hooks on saved tensors are in force, or forbidden."""
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return True
+    return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def _opened(found: Mapping[str, Recipe]) -> Iterator[None]:
+    opened, outer = _Scope(found), _LOCAL.scope
+    _LOCAL.scope = opened
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(opened.pack, _unpack):
+            yield
+    finally:
+        _LOCAL.scope = outer
+        opened.close()
+
+
+class _Scope:
+    """One forward: the handles that autograd got, by storage, and the values dropped so far.
+
+    It lives as long as the autograd graph (which keeps its hooks); once closed, it holds nothing.
+    """
+
+    def __init__(self, found: Mapping[str, Recipe]) -> None:
+        self._recipes = found
+        self._handles: dict[int, list[weakref.ref[_Handle]]] = {}
+        self._values: dict[str, _Value] = {}
+        self._run = _Run()
+
+    def pack(self, tensor: torch.Tensor) -> _Handle:
+        """What autograd keeps in a tensor's place."""
+        handle = _Handle(tensor)
+        place = _storage_of(tensor)
+        if place is not None:
+            # weakly: what autograd lets go of meanwhile is not kept alive by this table
+            self._handles.setdefault(place, []).append(weakref.ref(handle))
+        return handle
+
+    def drop(self, value: Any, name: str, held: Sequence[Any], output: int | None) -> None:
+        """Turn the handles of a value's storages into promises."""
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            return
+        known = self._value(name)
+        if known.recipe is None:
+            known.hold(recipe, held, [self._value(n) for n in recipe.reads])
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        for i, tensor in enumerate(tensors, output or 0):
+            known.layouts[i] = _Layout.of(tensor)
+            place = _storage_of(tensor)
+            for found in self._handles.pop(place, ()) if place is not None else ():
+                handle = found()
+                if handle is not None:
+                    handle.promise(known, i)
+
+    def _value(self, name: str) -> _Value:
+        if name not in self._values:
+            self._values[name] = _Value(self._run)
+        return self._values[name]
+
+    def close(self) -> None:
+        """Forget; autograd's handles keep what backward needs."""
+        self._handles.clear()
+        self._values.clear()
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """An identity of a tensor's memory while it lives; None where it has none to share."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How a tensor lies in its storage."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Layout:
+        return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+class _Handle:
+    """What autograd keeps of one saved tensor: the tensor, or a dropped value and a place in it."""
+
+    __slots__ = ("__weakref__", "_layout", "_output", "_tensor", "_value", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # detached: a saved output would keep its own node, and so itself, alive for ever
+        self._tensor: torch.Tensor | None = tensor.detach()
+        self._version = _version(tensor)
+        self._value: _Value | None = None
+
+    def promise(self, value: _Value, output: int) -> None:
+        """Give up the tensor for a value that can be computed again."""
+        tensor = self._tensor
+        assert tensor is not None
+        layout = _Layout.of(tensor)
+        plain = not (tensor.is_conj() or tensor.is_neg())
+        if layout.dtype != value.layouts[output].dtype or not plain:
+            return  # a view as another dtype: no strides of the value give it back
+        if _version(tensor) != self._version:
+            return  # it was written since: unpacking says so
+        self._layout, self._output = layout, output
+        self._value, self._tensor = value, None
+        value.handles[id(self)] = weakref.ref(self)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, computed again where it was dropped."""
+        value = self._value
+        if value is None:
+            assert self._tensor is not None
+            _check_version(self._tensor, self._version)
+            return self._tensor
+        return value.take(id(self), self._output, self._layout)
+
+    def __del__(self) -> None:
+        if self._value is not None:
+            self._value.had(id(self))
+
+
+def _unpack(handle: _Handle) -> torch.Tensor:
+    return handle.unpack()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_version(tensor: torch.Tensor, version: int) -> None:
+    if _version(tensor) != version:
+        raise ModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {list(tensor.shape)}, at version {tensor._version} "
+            f"where {version} is expected",
+            why="backward needs its value of the forward, also to compute dropped values again",
+            try_="write it after backward, or write a copy",
+        )
+
+
+# ------------------------------------------------------------------------------------- backward
+
+
+class _Run:
+    """What the values of one forward share: a lock, the ambient modes, and what is cached."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # the backward passes of several devices run side by side
+        self.cached: weakref.WeakSet[_Value] = weakref.WeakSet()
+        self._tasks: set[int] = set()
+        self._autocast = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
+
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Without recording, under the autocast of the forward."""
+        now = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
+        self._switch(self._autocast, now)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._switch(now, self._autocast)
+
+    @staticmethod
+    def _switch(to: tuple[bool, ...], now: tuple[bool, ...]) -> None:
+        for device, wanted, current in zip(_DEVICES, to, now, strict=True):
+            if wanted != current:
+                torch.set_autocast_enabled(device, wanted)
+
+    def keeps(self) -> bool:
+        """Whether values may be kept: in a backward pass, whose end lets go of those left."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return False
+        if task not in self._tasks:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(self._end, task))
+            self._tasks.add(task)
+        return True
+
+    def _end(self, task: int) -> None:
+        self._tasks.discard(task)
+        for value in list(self.cached):
+            value.forget()
+
+
+class _Value:
+    """One dropped value of one forward."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self.recipe: Recipe | None = None
+        self.layouts: dict[int, _Layout] = {}
+        self.handles: dict[int, weakref.ref[_Handle]] = {}
+        self._held: list[tuple[Any, int]] = []
+        self._reads: list[_Value] = []
+        self._readers: list[weakref.ref[_Value]] = []
+        self._cache: Any = None
+        self._pending: set[int] = set()
+
+    def hold(self, recipe: Recipe, held: Sequence[Any], reads: list[_Value]) -> None:
+        """Take the recipe and what it reads."""
+        self.recipe = recipe
+        self._held = [
+            (t.detach(), _version(t)) if isinstance(t, torch.Tensor) else (t, 0) for t in held
+        ]
+        self._reads = reads
+        for value in reads:
+            value._readers.append(weakref.ref(self))
+
+    def take(self, reader: int, output: int, layout: _Layout) -> torch.Tensor:
+        """A part of the value for one of its handles."""
+        run = self._run
+        with run.lock, run.as_in_forward():
+            made = self._made()
+            base = made[output] if isinstance(made, (list, tuple)) else made
+            was, now = self.layouts[output], _Layout.of(base)
+            if (now.shape, now.strides, now.dtype) != (was.shape, was.strides, was.dtype):
+                raise GraphOptError(
+                    f"the dropped value {self.recipe and self.recipe.name} came out otherwise",
+                    why=f"{list(was.shape)} {was.dtype} with strides {was.strides} in forward, "
+                    f"{list(now.shape)} {now.dtype} with {now.strides} in backward",
+                    try_="leave it out of what is recomputed, and report it",
+                )
+            if layout != was:
+                offset = layout.offset + now.offset - was.offset
+                base = base.as_strided(layout.shape, layout.strides, offset)
+            self.had(reader)
+            return base
+
+    def _made(self) -> Any:
+        """The value; computes those that it reads first, each of them once."""
+        have: dict[_Value, Any] = {}
+        order = self._order(have)
+        uses: dict[_Value, int] = dict.fromkeys([*order, *have], 0)
+        for value in order:
+            for source in value._reads:
+                uses[source] += 1
+        for value in order:
+            have[value] = value._compute(have)
+            for source in value._reads:
+                uses[source] -= 1
+                if not uses[source]:
+                    del have[source]
+        return have[self]
+
+    def _order(self, have: dict[_Value, Any]) -> list[_Value]:
+        """What must be computed, in order; fills `have` with what is there."""
+        order, seen = [], set()
+        waiting = [(self, False)]
+        while waiting:
+            value, ready = waiting.pop()
+            if ready:
+                order.append(value)
+            elif value not in seen:
+                seen.add(value)
+                kept = value._cache
+                if kept is not None:
+                    have[value] = kept
+                    continue
+                waiting.append((value, True))
+                waiting.extend((source, False) for source in reversed(value._reads))
+        return order
+
+    def _compute(self, have: Mapping[_Value, Any]) -> Any:
+        assert self.recipe is not None
+        for tensor, version in self._held:
+            if isinstance(tensor, torch.Tensor):
+                _check_version(tensor, version)
+        held = [t for t, _ in self._held]
+        reads = {n: have[v] for n, v in zip(self.recipe.reads, self._reads, strict=True)}
+        made = _evaluate(self.recipe.call, held, reads)
+        if self._run.keeps():
+            readers = [v for r in self._readers if (v := r()) is not None and v._cache is None]
+            self._pending = {i for i, h in self.handles.items() if h() is not None}
+            self._pending.update(map(id, readers))
+            self._cache = made
+            self._run.cached.add(self)
+        for source in self._reads:
+            source.had(id(self))
+        return made
+
+    def had(self, reader: int) -> None:
+        """Note that a handle or another value needs it no more, for now."""
+        self._pending.discard(reader)
+        if not self._pending:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the computed value."""
+        self._cache = None
+
+    def __del__(self) -> None:
+        for source in self._reads:
+            source.had(id(self))
+
+
+def _evaluate(value: Any, held: Sequence[Any], reads: Mapping[str, Any]) -> Any:
+    """The value of a recipe's expression."""
+
+    def operand(part: Any) -> Any:
+        if isinstance(part, Held):
+            return held[part.index]
+        if isinstance(part, Again):
+            return reads[part.name]
+        if isinstance(part, Call):
+            return _evaluate(part, held, reads)
+        return part
+
+    if value.target is operator.getitem:
+        source, index = value.args
+        return operand(source)[operand(index)]
+    args, kwargs = map_aggregate((value.args, dict(value.kwargs)), operand)
+    return value.target(*args, **kwargs)

@@ -23,6 +23,7 @@ from graphopt.graph.float64 import DOUBLE
 from graphopt.graph.ops import is_view
 from graphopt.passes.base import LOW
 from graphopt.passes.overrides import MARK, widens
+from graphopt.remat import recipes, scope
 
 SEED = 20_011
 """Value of every `draw_seed` and of the forked generators, unless told otherwise."""
@@ -236,6 +237,7 @@ def run(
     with without_autocast(), without_cudnn_attention(), contextlib.ExitStack() as ambient:
         for kind, dtype in (autocast or {}).items():
             ambient.enter_context(torch.autocast(kind, dtype))
+        ambient.enter_context(scope(recipes(graph, given)))
         return _run(graph, state, inputs, given, drawn, seed, watch, dict(autocast or {}))
 
 

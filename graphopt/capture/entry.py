@@ -21,6 +21,7 @@ from graphopt.capture.watch import foreign, hook_dicts
 from graphopt.emit import ParamRef, Program
 from graphopt.errors import GraphoptWarning
 from graphopt.graph.body import Body
+from graphopt.remat import dropping
 
 
 @dataclasses.dataclass
@@ -83,7 +84,9 @@ class Entry:
         body = compiled.body
         mode = "train" if body.training else "eval"
         self.program = Program(body, f"{label} {mode}")
-        self._function = self.program.function
+        # where values are dropped, through the program: it opens the scope of their recipes
+        function, found = self.program.function, self.program.recipes
+        self._function = dropping(function, found) if found else function
         self.guard = Guard(capture.body.root, capture.places, self.program.refs)
         self.state = self.guard.state
         self._outputs = capture.outputs

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.graph import ops
 from graphopt.graph.facts import concrete, nbytes
+from graphopt.remat import is_marker
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ class Cost:
 def node_cost(node: fx.Node) -> Cost:
     """Cost of one node: its operands read once, its results written once.
 
-    Views, sizes, items of a tuple and the seed are free.
+    Views, sizes, items of a tuple, the seed and markers of dropped values are free.
 
     Example:
         >>> node_cost(fx.Graph().placeholder("x"))
@@ -38,7 +39,7 @@ def node_cost(node: fx.Node) -> Cost:
     """
     if node.op != "call_function" or node.target is getitem:
         return Cost(0, 0)
-    if ops.is_symbolic(node) or ops.is_view(node) or ops.is_draw_seed(node):
+    if ops.is_symbolic(node) or ops.is_view(node) or ops.is_draw_seed(node) or is_marker(node):
         return Cost(0, 0)
     moved = nbytes(node.meta.get("val"))
     moved += sum(nbytes(n.meta.get("val")) for n in node.all_input_nodes)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.remat import is_marker
+
 aten = torch.ops.aten
 
 # Unseeded draws from torch's generator. The dispatcher's own tag misses the composites among them
@@ -127,8 +129,9 @@ def _declares_write(target: Any) -> bool:
 
 
 def count(graph: fx.Graph) -> int:
-    """How many ops a graph runs; taking one of several results is none."""
-    return sum(n.op == "call_function" and n.target is not operator.getitem for n in graph.nodes)
+    """How many ops a graph runs; taking one of several results is none, nor is dropping one."""
+    calls = (n for n in graph.nodes if n.op == "call_function" and not is_marker(n))
+    return sum(n.target is not operator.getitem for n in calls)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -145,6 +148,11 @@ def is_view(node: fx.Node) -> bool:
     if node.target in _RANDOM_COMPOSITES and is_random(node):
         return False
     return _declares_view(node.target) or node.target in _MAYBE_ALIASES
+
+
+def may_copy(node: fx.Node) -> bool:
+    """Whether a node that `is_view` holds for gives a copy where no view would do (reshape)."""
+    return node.target in _MAYBE_ALIASES
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -180,9 +188,9 @@ def is_symbolic(node: fx.Node) -> bool:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether the node may be dropped when unused and merged with an equal one."""
-    return (
-        node.op in ("call_function", "get_attr") and not is_random(node) and not is_mutating(node)
-    )
+    if node.op not in ("call_function", "get_attr") or is_marker(node):
+        return False
+    return not is_random(node) and not is_mutating(node)
 
 
 def op_name(target: Callable[..., Any] | str) -> str:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphopt import remat
 from graphopt.graph import ops
 from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.record import site_of
+from graphopt.remat import is_marker, marked
 
 DTYPES = {
     torch.float64: "f64",
@@ -63,6 +65,9 @@ def ir_text(body: Body) -> str:
         if node.op == "output":
             outs = ", ".join(_value(a, names) for a in node.args[0])
             lines.append(f"return ({outs})")
+            continue
+        if is_marker(node):
+            lines.append(f"drop({', '.join(_arguments(node, names))})")
             continue
         names[node] = f"%{len(lines)}"
         if node.op == "placeholder":
@@ -150,7 +155,16 @@ def python_code(body: Body, signature: inspect.Signature | None = None) -> str:
     # Sizes are computed with Python's operators, where any are.
     used = any(" = operator." in line for line in lines)
     head = ["import operator", ""] if used else []
-    head += ["import torch", "", "aten = torch.ops.aten", "graphopt = torch.ops.graphopt", "", ""]
+    ours = ["from graphopt import remat", ""] if any(map(is_marker, body.graph.nodes)) else []
+    head += [
+        "import torch",
+        "",
+        *ours,
+        "aten = torch.ops.aten",
+        "graphopt = torch.ops.graphopt",
+        "",
+        "",
+    ]
     return "\n".join([*head, *lines]) + "\n"
 
 
@@ -198,6 +212,9 @@ def statement(
         items: the items of its tuple result, where they are unpacked on the same line.
         hidden: names of arguments whose values are shown as "*".
     """
+    if is_marker(node):
+        op = ops.op_name(marked(node).op.target)
+        return f"remat.drop({', '.join(_arguments(node, names))})  # computed again by {op}"
     rule = node.meta.get("graphopt_rule")
     note = type_text(node.meta.get("val")) + (f", {rule}" if rule else "")
     left = ", ".join(names[i] for i in items) if items else names[node]
@@ -233,7 +250,7 @@ class _Names:
                 self.all[node] = self._unique(str(node.target))
             elif node.op == "get_attr":
                 self.all[node] = state_text(body, str(node.target))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and not is_marker(node):
                 self.all[node] = self._unique(base_name(node, results))
 
     def of(self, node: fx.Node) -> str:
@@ -252,7 +269,7 @@ class _Names:
         return name
 
 
-_RESERVED = ("self", "torch", "aten", "graphopt", "operator")
+_RESERVED = ("self", "torch", "aten", "graphopt", "operator", "remat")
 
 
 def identifier(text: str) -> str:
@@ -288,6 +305,8 @@ def results_of(graph: fx.Graph) -> set[fx.Node]:
     """For each module path the node that makes its result: the last, of a pair the first item."""
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:
+        if is_marker(node):
+            continue
         if node.op == "call_function" and not (node.target is operator.getitem and node.args[1]):
             last[site_of(node).module] = node
     return {node for path, node in last.items() if path}
@@ -351,6 +370,7 @@ class _CodeTracer(fx.Tracer):
         # Through these, ops without a tensor operand (arange, draw_seed) become nodes as well.
         for name in ("aten", "graphopt"):
             function.__globals__[name] = _OpWalker(self, getattr(torch.ops, name))
+        function.__globals__["remat"] = _OpWalker(self, remat)
         code = function.__code__
         inputs = code.co_varnames[1 : code.co_argcount]
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in inputs]
