@@ -44,6 +44,7 @@ RULE_MODULES = (
     "graphopt.passes.fusion.dropout",
     "graphopt.passes.fusion.cast",
     "graphopt.passes.fusion.linear",
+    "graphopt.passes.fusion.loss",
 )
 """Where the rules that ship with graphopt live; a new file of rules is named here."""
 
