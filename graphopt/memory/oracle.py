@@ -25,6 +25,7 @@ from graphopt.memory.fakestep import (
 )
 from graphopt.memory.labels import LOSS, Label, Labels, lines_of
 from graphopt.memory.tracker import Allocation
+from graphopt.remat import scope
 
 KINDS = (
     "parameters",
@@ -192,7 +193,7 @@ def run_body(
         recorder.hold_gradients()
 
     def forward() -> Any:
-        with autocast_of(body):
+        with autocast_of(body), scope(program.recipes):
             values = program.function(state, *inputs)
             _write(body, values, inputs, program)
         return values
