@@ -1,4 +1,4 @@
-"""Train a language model on real text with all three: low precision, a memory budget, fused kernels.
+"""Train a language model on real text: low precision, a memory budget and fused kernels at once.
 
     python examples/train_all_three.py                                # a small run, on any machine
     python examples/train_all_three.py --precision bf16 --memory-budget 0.6 --compare
