@@ -72,6 +72,16 @@ def eager_rope(x, cos, sin, out_dtype=None, **_):
     return y.to(out_dtype)
 
 
+def eager_linear_rope(x, weight, bias, cos, sin, widths, interleaved=False):
+    q, k, v = F.linear(x, weight, bias).split(widths, dim=-1)
+    q, k = (t.unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2) for t in (q, k))
+    return *(eager_rope(t, cos, sin, out_dtype=x.dtype) for t in (q, k)), v
+
+
+def eager_cross_entropy(logits, target, classes=None, out_dtype=None, **_):
+    return F.cross_entropy(logits[..., :classes].to(out_dtype), target)
+
+
 EAGER: dict[str, Callable[..., Any]] = {
     "layer_norm": eager_layer_norm,
     "add_layer_norm": eager_add_layer_norm,
@@ -80,12 +90,15 @@ EAGER: dict[str, Callable[..., Any]] = {
     "bias_act": lambda x, bias, act, **_: ACTIVATIONS[act](x if bias is None else x + bias),
     "softcap": lambda x, cap, **_: cap * torch.tanh(x / cap),
     "glu": lambda gate, up, act, **_: ACTIVATIONS[act](gate) * up,
+    "glu_packed": lambda x, act, **_: ACTIVATIONS[act](x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "dropout": lambda x, p, seed, site: F.dropout(x, p),
     "dropout_add": eager_dropout_add,
     "rope": eager_rope,
+    "linear_rope": eager_linear_rope,
+    "cross_entropy": eager_cross_entropy,
 }
 # Positions of floating arguments that no model differentiates.
-TABLES: dict[str, tuple[int, ...]] = {"rope": (1, 2)}
+TABLES: dict[str, tuple[int, ...]] = {"rope": (1, 2), "linear_rope": (3, 4)}
 
 
 def liger_spellings() -> dict[str, Callable[..., Any]]:
@@ -134,6 +147,7 @@ def cases() -> list[Case]:
     )
     if "bias_act" in table:
         found.append(Case("bias_act relu", table["bias_act"], _example(table["bias_act"], "relu")))
+    found.append(Case("cross_entropy padded", table["cross_entropy"], _padded_logits))
     return found
 
 
@@ -145,6 +159,13 @@ def _example(op: Op, activation: str | None = None, **options: Any) -> Callable[
         return Sample(args, {**sample.kwargs, **options})
 
     return make
+
+
+def _padded_logits(rows: int, cols: int) -> Sample:
+    """Logits as a padded linear layer gives them: rows of a multiple of 8 columns."""
+    logits = torch.randn(rows, -(-cols // 8) * 8, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(cols, (rows,), device="cuda")
+    return Sample((logits, target), {"classes": cols, "out_dtype": torch.float32})
 
 
 # ---- measuring -----------------------------------------------------------------------------------
