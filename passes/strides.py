@@ -161,6 +161,9 @@ def memory_of(node: fx.Node) -> fx.Node:
     """
     while ops.is_view(node) and node.all_input_nodes:
         source = node.all_input_nodes[0]
+        if node.target is aten.dropout.default:  # off: itself in eager, a new fake tensor
+            node = source
+            continue
         theirs = {t.untyped_storage()._cdata for t in tensors_of(source.meta["val"])}
         if not any(t.untyped_storage()._cdata in theirs for t in tensors_of(fake_value(node))):
             break

@@ -171,3 +171,12 @@ def test_results_that_lie_as_in_eager_get_no_copy():
 
     body = run_pipeline(body_of(function, (heads(),))).body
     assert not any(n.target is aten.clone.default for n in body.graph.nodes)
+
+
+def test_a_dropout_that_is_off_gives_back_its_input():
+    def function(x):
+        return x, F.dropout(x, 0.5, False), F.dropout(x, 0.0, True)
+
+    x = heads()
+    got = run(run_pipeline(body_of(function, (x,))).body, (x,))
+    assert all(v is x for v in got)
