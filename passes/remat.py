@@ -253,15 +253,13 @@ def saved_bytes(body: Body) -> dict[str, int]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = Values.of(body.graph)
     owner: dict[int, str] = {}
-    found: dict[str, dict[int, int]] = {}
+    saved: dict[int, int] = {}
     keep: list[Any] = []  # so that no storage's identity is used twice
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        name = owner.get(storage._cdata)
-        if name is not None:
-            found.setdefault(name, {})[storage._cdata] = storage.nbytes()
-        return t.detach()
+        keep.append(t.detach())  # an op saves its result before the result has an owner
+        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return keep[-1]
 
     env: dict[fx.Node, Any] = {}
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
@@ -282,7 +280,11 @@ def saved_bytes(body: Body) -> dict[str, int]:
             for t in tensors_of(env[node]):
                 name = value_of(values.parts[node]).name
                 owner.setdefault(t.untyped_storage()._cdata, name)
-    return {name: sum(sizes.values()) for name, sizes in found.items()}
+    found: dict[str, int] = {}
+    for place, size in saved.items():
+        if place in owner:
+            found[owner[place]] = found.get(owner[place], 0) + size
+    return found
 
 
 def _stand_in(node: fx.Node, body: Body, mode: FakeTensorMode) -> Any:
