@@ -271,6 +271,8 @@ class _Functionalizer(Values):
         value = new.meta["val"]
         if value.dtype != like.dtype:
             new = self._emit(aten.to.dtype, new, like.dtype, like=node)
+        if self.env[first].root.kind == "intermediate":  # what follows was traced with its strides
+            new = self._laid_out_as(like, new)
         return new
 
     def _broadcast(self, node: fx.Node, source: Any, like: torch.Tensor) -> fx.Node:

@@ -360,3 +360,14 @@ def test_overlapping_arguments_run_the_model_itself():
     opt(x, torch.zeros(4))
     with pytest.warns(UserWarning, match="shares memory"):
         assert opt(x, x[:]).tolist() == [4, 4, 4, 4]
+
+
+def test_what_follows_a_write_lies_as_in_eager():
+    class Model(nn.Module):
+        def forward(self, x):
+            y = (x * 2).transpose(1, 2).masked_fill_(torch.arange(4) == 1, 0.5)
+            return y.double(), y.sin()
+
+    x = torch.randn(2, 3, 5, 4)
+    got = GraphoptModule(Model())(x)
+    assert [v.stride() for v in got] == [v.stride() for v in Model()(x)]
