@@ -93,10 +93,13 @@ def define(
     if gradient is not None:
         LIBRARY.impl(name, _autograd(name, overload, gradient), "Autograd")
     _DIRECT[overload] = run
+    if launch is not None:
+        _LAUNCHING.add(overload)
     return overload
 
 
 _DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+_LAUNCHING: set[torch._ops.OpOverload] = set()
 
 
 def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +126,16 @@ def implementation(overload: Any) -> Callable[..., Any] | None:
         True
     """
     return _DIRECT.get(overload)
+
+
+def launches(overload: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator of graphopt launches a kernel of its own for these arguments.
+
+    Example:
+        >>> launches(torch.ops.aten.add.Tensor, ())
+        False
+    """
+    return overload in _LAUNCHING and _launch.use_triton(args[0])
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""What an op costs: bytes moved and floating-point operations, from shapes alone."""
+"""What an op costs: bytes moved and floating-point operations, and the time that these take."""
 
 from graphopt.cost.ops import Cost, node_cost
 

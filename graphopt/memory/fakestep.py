@@ -21,6 +21,7 @@ from graphopt.errors import CaptureError, GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
 from graphopt.kernels._library import implementation
+from graphopt.memory.device import Inside, launching_nothing
 from graphopt.memory.labels import LOSS, Label, Labels
 from graphopt.memory.tracker import Allocation, Dispatched, StorageTracker
 from graphopt.replay import without_autocast
@@ -86,6 +87,8 @@ class Fakes:
         self._kept.append(tensor)
         with torch.inference_mode(False):
             twin: torch.Tensor = self.mode.from_tensor(tensor, static_shapes=True)
+        if twin.is_leaf:
+            twin.grad = None  # it comes with a twin of the gradient, too
         return twin
 
     def like(self, value: Any, needs_grad: bool | None = None) -> Any:
@@ -140,9 +143,10 @@ class Recorder:
 
     Args:
         labels: says who runs the present operation.
-        rounding: as of the tracker.
+        device: whose allocator counts.
         only: the kind of device whose memory is followed.
-        inside: whether graphopt's operators are followed inside.
+        inside: whether operations are those of that device: graphopt's are then followed inside,
+            and torch's may be measured.
         watch: as of the tracker.
     """
 
@@ -150,7 +154,7 @@ class Recorder:
         self,
         labels: Labels,
         *,
-        rounding: int | None = None,
+        device: torch.device,
         only: str | None = None,
         inside: bool = True,
         watch: Dispatched | None = None,
@@ -160,12 +164,25 @@ class Recorder:
         self.labels = labels
         self.leaves: dict[int, tuple[str, torch.Tensor]] = {}
         self._loss_running = False
-        within = expanded if inside else None
+        self._watch = watch
+        self._launch = launching_nothing if inside and only == "cuda" else contextlib.nullcontext
+        self.inside = Inside(torch.device(device), real=inside)
         self.tracker = StorageTracker(
-            rounding, where=self._label, watch=watch, within=within, only=only
+            512 if self.inside.device.type == "cuda" else None,
+            where=self.label,
+            watch=self._dispatched,
+            within=expanded if inside else None,
+            only=only,
         )
 
-    def _label(self) -> Label:
+    def _dispatched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        backward = self.labels.in_backward()
+        self.inside.add(self.tracker, self.label(), backward, (func, args, kwargs, out))
+        if self._watch is not None:
+            self._watch(func, args, kwargs, out)
+
+    def label(self) -> Label:
+        """Who runs the present operation."""
         if self._loss_running and not self.labels.in_backward():
             self.labels.note(Label(LOSS, LOSS))
             return Label(LOSS, LOSS)
@@ -216,7 +233,13 @@ class Recorder:
         tracker = self.tracker
         self.labels.name_parameters({key: name for key, (name, _) in self.leaves.items()})
         start = len(tracker.events)
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), self.mode, tracker:
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grad),
+            self._launch(),
+            self.mode,
+            tracker,
+        ):
             result = finish(forward())
             forward_end = len(tracker.events)
             self._loss_running = True
@@ -243,7 +266,7 @@ def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise OptionError(
-                f"loss_fn returned a {type(loss).__name__}{shape}",
+                f"loss_fn returned a {'Tensor' if shape else type(loss).__name__}{shape}",
                 try_="a function of forward's result that returns a tensor with one element",
             )
         if not loss.requires_grad:

@@ -180,7 +180,7 @@ def run_body(
     wanted = _device(body, device)
     recorder = Recorder(
         Labels(running),
-        rounding=512 if wanted.type == "cuda" else None,
+        device=wanted,
         only=body.device.type,
         inside=wanted.type == body.device.type,
     )

@@ -154,6 +154,39 @@ class StorageTracker(TorchDispatchMode):
                 new = True
         return new
 
+    def take(self, size: int, label: Any, op: str, device: str, kind: str = "") -> Allocation:
+        """Count memory that no tensor shows, such as a workspace.
+
+        Args:
+            size: its bytes.
+            label: who takes it.
+            op: the operation that does.
+            device: where it lies.
+            kind: what it is for.
+
+        Returns:
+            Its record, for `give_back`.
+        """
+        made = Allocation(
+            index=len(self.allocations),
+            bytes=self.rounded(size, torch.device(device)),
+            label=label,
+            op=op,
+            dtype=torch.uint8,
+            shape=(size,),
+            device=device,
+            kind=kind,
+            born=len(self.events),
+        )
+        self.allocations.append(made)
+        self.events.append(made.index)
+        return made
+
+    def give_back(self, made: Allocation) -> None:
+        """Memory of `take` is free again."""
+        made.died = len(self.events)
+        self.events.append(~made.index)
+
     def find(self, tensor: torch.Tensor) -> Allocation | None:
         """The record of a tensor's storage, None for one that was never met."""
         for part in storages_of(tensor):
@@ -179,27 +212,16 @@ class StorageTracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        made = Allocation(
-            index=len(self.allocations),
-            bytes=self.rounded(storage.nbytes() if size is None else size, tensor.device),
-            label=label,
-            op=op,
-            dtype=tensor.dtype,
-            shape=tuple(map(int, tensor.shape)),
-            device=str(tensor.device),
-            kind=kind,
-            born=len(self.events),
-        )
-        self.allocations.append(made)
-        self.events.append(made.index)
+        size = storage.nbytes() if size is None else size
+        made = self.take(size, label, op, str(tensor.device), kind)
+        made.dtype, made.shape = tensor.dtype, tuple(map(int, tensor.shape))
         self._known[key] = weakref.ref(storage, lambda _: self._dead(key, made)), made
 
     def _dead(self, key: int, made: Allocation) -> None:
         known = self._known.get(key)
         if known is not None and known[1] is made:
             del self._known[key]
-            made.died = len(self.events)
-            self.events.append(~made.index)
+            self.give_back(made)
 
     def close(self) -> None:
         """Follow nothing any more: what is alive now stays alive in the record."""

@@ -1,0 +1,262 @@
+"""What operations take from the allocator beside their results: workspaces and inner buffers.
+
+A dispatch mode sees what an operation returns, not what it allocates inside. Three things matter:
+
+- cuBLAS keeps one workspace a thread and stream, taken at its first product and never given back:
+  the forward's thread has one, autograd's another (32 MiB each on an H200, measured).
+- Convolutions and attention take a workspace for the length of a call. How much is cuDNN's own
+  choice, so a call of each kind and size is measured once on the device, and kept on disk.
+- graphopt's kernels allocate in their launch functions, which run on fake tensors with the kernels
+  themselves left out.
+
+On the CPU a few operations are known by their source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from graphopt.cost.kept import load, store
+from graphopt.memory.tracker import StorageTracker, storages_of
+
+GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "dot"})
+"""ATen operations that run on cuBLAS."""
+
+MEASURED = (
+    "convolution",
+    "convolution_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "native_layer_norm_backward",
+    "native_group_norm_backward",
+    "embedding_dense_backward",
+    "_fused_rms_norm_backward",
+)
+"""ATen operations whose inner allocations on CUDA are measured by a call."""
+
+
+def gemm_workspace(device: torch.device) -> int:
+    """Bytes that cuBLAS keeps for one thread, as torch sets it up.
+
+    `CUBLAS_WORKSPACE_CONFIG` is honoured; else 32 MiB from compute capability 9.0 on and 8,320 KiB
+    below. 0 on the CPU.
+    """
+    if device.type != "cuda":
+        return 0
+    given = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    parts = given.split(":")[1:]
+    if given.startswith(":") and len(parts) % 2 == 0 and all(p.isdigit() for p in parts):
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return 1024 * sum(int(size) * int(count) for size, count in pairs)
+    major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 9
+    return 32 * 2**20 if major >= 9 else 8320 * 1024
+
+
+class Inside:
+    """Adds what operations take inside to a tracker's record.
+
+    Args:
+        device: whose operations they are.
+        real: whether calls may be measured there.
+
+    Attributes:
+        unknown: operations whose inner allocations could not be measured.
+    """
+
+    def __init__(self, device: torch.device, real: bool) -> None:
+        self.device = device
+        self.unknown: set[str] = set()
+        self._real = real
+        self._workspace = gemm_workspace(device)
+        self._threads: set[bool] = set()
+
+    def add(
+        self, tracker: StorageTracker, label: Any, backward: bool, call: tuple[Any, Any, Any, Any]
+    ) -> None:
+        """Add one operation.
+
+        Args:
+            tracker: the record.
+            label: who ran it.
+            backward: whether autograd's thread did.
+            call: the overload, its arguments and its result.
+        """
+        func, args, kwargs, out = call
+        if func.namespace != "aten":
+            return
+        name = func._schema.name.removeprefix("aten::")
+        if self._workspace and name in GEMMS and backward not in self._threads:
+            self._threads.add(backward)
+            tracker.take(self._workspace, label, "cuBLAS workspace", str(self.device), "workspaces")
+        size = self._bytes(name, func, args, kwargs, out)
+        if size:
+            tracker.give_back(tracker.take(size, label, str(func), str(self.device), "temporaries"))
+
+    def _bytes(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        if self.device.type != "cuda":
+            known = _ON_CPU.get(name)
+            return known(args, out) if known is not None else 0
+        if not self._real or name not in MEASURED:
+            return 0
+        found = measured_bytes(func, args, kwargs)
+        if found is None:
+            self.unknown.add(name)
+        return found or 0
+
+
+# ---- the CPU, by its source
+
+
+def _layer_norm_backward(args: Any, out: Any) -> int:
+    """Partial sums of the weights' gradients, one pair a thread."""
+    _, x, shape = args[:3]
+    if args[5] is None and args[6] is None:
+        return 0
+    count = 1
+    for size in shape:
+        count *= int(size)
+    return 2 * torch.get_num_threads() * count * x.element_size()
+
+
+def _convolution(args: Any, out: Any) -> int:
+    """A result in oneDNN's own layout, of which the one that is returned is a copy."""
+    return int(out.nbytes) if _mkldnn(out, args[1]) else 0
+
+
+def _convolution_backward(args: Any, out: Any) -> int:
+    grad, x, weight = args[:3]
+    if not _mkldnn(grad, weight):
+        return 0
+    copy = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
+    of_input, *others = (0 if t is None else int(t.nbytes) for t in out)
+    if not of_input:
+        return copy + int(grad.nbytes)
+    # The input's gradient exists three times before those of weight and bias are made, and while
+    # these are made, gradient and input lie there in oneDNN's layout.
+    return copy + max(2 * of_input - sum(others), int(grad.nbytes + x.nbytes))
+
+
+def _mkldnn(result: torch.Tensor, weight: torch.Tensor) -> bool:
+    plain = (
+        not result.is_contiguous(memory_format=torch.channels_last) if result.dim() == 4 else True
+    )
+    usable = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(usable and plain and weight.dtype in (torch.float32, torch.bfloat16))
+
+
+_ON_CPU: dict[str, Callable[[Any, Any], int]] = {
+    "native_layer_norm_backward": _layer_norm_backward,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+}
+
+
+# ---- CUDA, by one call each
+
+
+_known: dict[str, int] = {}
+_lock = threading.Lock()
+FILE = "workspaces.json"
+
+
+def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """Bytes that one call holds inside at most, beside its results; None where it cannot be run.
+
+    The call runs on new tensors of the same sizes, strides and dtypes, filled with zeros; the
+    device's random state is put back. Each kind and size of call runs once a machine.
+    """
+    leaves, _ = tree_flatten((args, kwargs))
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda]
+    if not tensors:
+        return 0
+    device = tensors[0].device
+    key = f"{torch.__version__} {func} {[_described(v) for v in leaves]}"
+    with _lock:
+        if not _known:
+            _known.update(load(FILE, torch.cuda.get_device_name(device)))
+        if key in _known:
+            return int(_known[key])
+    with _disable_current_modes(), torch.no_grad():
+        found = _measure(func, args, kwargs, device)
+    if found is not None:
+        with _lock:
+            _known[key] = found
+            store(FILE, torch.cuda.get_device_name(device), dict(_known))
+    return found
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}"
+    return str(value)
+
+
+def _measure(func: Any, args: Any, kwargs: Any, device: torch.device) -> int | None:
+    try:
+        with torch.random.fork_rng(devices=[device]):
+            real = tree_map(_zeros, (args, kwargs))
+            func(*real[0], **real[1])  # the first call builds plans and takes lasting workspaces
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            out = func(*real[0], **real[1])
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_allocated(device)
+            sizes = {
+                t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in storages_of(out)
+            }
+            kept = sum(-(-size // 512) * 512 for size in sizes.values())
+            return max(0, peak - before - kept)
+    except (RuntimeError, TypeError):  # no memory for it, or arguments that must not be zero
+        return None
+
+
+def _zeros(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return made.zero_()
+
+
+@contextlib.contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Triton kernels that are launched on fake tensors do nothing in this block.
+
+    So the launch functions run as they are, with every buffer that they allocate. Launches on real
+    tensors, from other threads, go through.
+    """
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+    with _lock_launches:
+        run = JITFunction.run
+
+        def skip(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(a, FakeTensor) for a in args):
+                return None
+            return run(self, *args, **kwargs)
+
+        JITFunction.run = skip
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+
+
+_lock_launches = threading.RLock()
