@@ -21,6 +21,7 @@ from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import ir_text
 from graphopt.passes.apply import ApplyRules
 from graphopt.passes.base import Log, Pass, Timer
+from graphopt.passes.casts import PlaceCasts
 from graphopt.passes.clean import Clean
 from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
@@ -190,7 +191,9 @@ def pipeline(options: PassOptions, leading: tuple[Pass, ...] = ()) -> tuple[Pass
     )
     if not options.fuse:
         return passes
-    return (*passes, ApplyRules("fusion", fusion), Clean(), CastWeights())
+    casts = tuple(r for r in fusion if r.module == "graphopt.passes.fusion.cast")
+    placed = (PlaceCasts(), ApplyRules("fusion", casts))
+    return (*passes, ApplyRules("fusion", fusion), Clean(), *placed, CastWeights())
 
 
 Watcher = Callable[[str, Body, Log], None]
