@@ -34,6 +34,7 @@ FAMILIES = (
     "functional",
     "cast",
     "cross_entropy",
+    "linear_cross_entropy",
 )
 
 

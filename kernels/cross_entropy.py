@@ -280,12 +280,21 @@ def _forward_grad(*args: Any) -> tuple[torch.Tensor, Args, Any]:
     return loss, (c.logits, c.target, c.weight, statistics, total), c[3:7]
 
 
-def _backward_grad(saved: Args, options: Any, needs: tuple[bool, ...], grads: Args) -> Args:
-    logits, target, weight, statistics, total = saved
-    if needs[2]:
+def refuse_weight_gradient(wanted: bool) -> None:
+    """Refuse to differentiate the class weights, as torch does.
+
+    Raises:
+        UnsupportedError: when their gradient is wanted.
+    """
+    if wanted:
         raise UnsupportedError(
             "gradient of cross_entropy's class weights", why="torch has none either"
         )
+
+
+def _backward_grad(saved: Args, options: Any, needs: tuple[bool, ...], grads: Args) -> Args:
+    logits, target, weight, statistics, total = saved
+    refuse_weight_gradient(needs[2])
     dx = invoke(_BACKWARD, grads[0], logits, target, weight, *options, statistics, total)
     return (dx, *(None,) * (len(needs) - 1))
 

@@ -1,0 +1,303 @@
+"""linear_cross_entropy: cross entropy of x @ weight^T + bias, a chunk of its rows at once.
+
+For tight memory. Unchunked, the logits and their gradient are the largest tensors of a language
+model's step: rows x classes each. Here neither is ever whole: forward computes a chunk of logits,
+takes its loss and drops it; backward computes the chunk again, takes its gradient, multiplies it
+into those of x, weight and bias, and drops it. The cost is one more product of the size of the
+linear layer's.
+
+Where the logits are a result of the model anyway, forward reads those, and only backward computes
+them again, so that they are freed when the caller drops them.
+
+Products are torch's own, logits are rounded to x's dtype as the linear layer rounds them; the
+gradients of weight and bias are added over the chunks in float32 and rounded once. Saved: x,
+weight, bias, targets and two float32 values a row. The chunks' work is done by `cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from graphopt.errors import OptionError
+from graphopt.kernels import cross_entropy
+from graphopt.kernels._library import Args, Gradient, define, invoke
+from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
+from graphopt.kernels._pointwise import arithmetic, check_floating
+from graphopt.kernels.cross_entropy import MEAN, NONE
+
+CHUNK_BYTES = 2**28
+"""Bytes of a chunk of logits: 4096 rows of 32768 classes in 16 bits, enough for a GEMM to run at
+full speed."""
+EVEN = 128
+"""Rows of a chunk are a multiple of this, where it holds so many: no partly filled tiles."""
+
+
+class Call(NamedTuple):
+    """The arguments of the operator, defaults filled in."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    target: torch.Tensor
+    class_weight: torch.Tensor | None = None
+    reduction: int = MEAN
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    classes: int | None = None
+    out_dtype: torch.dtype | None = None
+    chunk_bytes: int = CHUNK_BYTES
+    logits: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows x has."""
+        return math.prod(self.x.shape[:-1])
+
+    def loss_of(self, logits: torch.Tensor, target: torch.Tensor, **other: Any) -> Args:
+        """(loss, statistics, total) of some rows, by the kernel of `cross_entropy`."""
+        c = cross_entropy.Call(logits, target, self.class_weight, *self[5:10])._replace(**other)
+        return invoke(cross_entropy._FORWARD, *c)
+
+
+def chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """(first, end) of the rows of each chunk.
+
+    Args:
+        rows: how many in all.
+        row_bytes: bytes of one row of logits.
+        chunk_bytes: the most that a chunk of logits may take; one row is the least.
+
+    Example:
+        >>> chunks(1000, 64, 2**15)
+        [(0, 512), (512, 1000)]
+    """
+    step = max(1, chunk_bytes // row_bytes)
+    step -= step % EVEN if step >= EVEN else 0
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _chunks(x: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> list[tuple[int, int]]:
+    return chunks(x.shape[0], weight.shape[0] * x.element_size(), chunk_bytes)
+
+
+def _check(c: Call) -> None:
+    check_floating("linear_cross_entropy", c.x, c.weight, c.bias)
+    where = f"graphopt::linear_cross_entropy of x {list(c.x.shape)}"
+    if c.weight.dim() != 2 or c.x.dim() == 0 or c.x.shape[-1] != c.weight.shape[1]:
+        raise OptionError(f"{where}: weight {list(c.weight.shape)}", try_="[classes, x.shape[-1]]")
+    if c.target.numel() != c.rows:
+        raise OptionError(f"{where}: {c.target.numel()} targets", why="it takes one a row")
+    if c.chunk_bytes < 1:
+        raise OptionError(f"{where}: chunks of {c.chunk_bytes} bytes", try_="a positive number")
+
+
+def _forward(c: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, statistics [2, rows], total of the targets' weights)."""
+    _check(c)
+    result = c.out_dtype or c.x.dtype
+    if c.logits is not None:
+        return c.loss_of(c.logits, c.target, out_dtype=result)  # type: ignore[return-value]
+    x, target = c.x.reshape(-1, c.x.shape[-1]), c.target.reshape(-1)
+    stats = arithmetic(c.x, c.class_weight)
+    rows = torch.empty(c.rows, dtype=stats, device=x.device)
+    statistics = torch.empty((2, c.rows), dtype=stats, device=x.device)
+    for a, b in _chunks(x, c.weight, c.chunk_bytes):
+        logits = F.linear(x[a:b], c.weight, c.bias)
+        rows[a:b], statistics[:, a:b], _ = c.loss_of(
+            logits, target[a:b], reduction=NONE, out_dtype=stats
+        )
+    total = torch.empty(0, dtype=stats, device=x.device)
+    if c.reduction == NONE:
+        return rows.to(result).reshape(c.target.shape), statistics, total
+    loss = rows.sum()
+    if c.reduction == MEAN:
+        total = _weights_of(c, target, stats).sum()
+        loss = loss / total
+    return loss.to(result), statistics, total
+
+
+def _weights_of(c: Call, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What each row counts in a mean."""
+    counts = target != c.ignore_index
+    if c.class_weight is None:
+        return counts.to(dtype)
+    return torch.where(counts, c.class_weight.to(dtype)[torch.where(counts, target.long(), 0)], 0.0)
+
+
+def linear_cross_entropy_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Cross entropy of a linear layer's output, in chunks of rows.
+
+    Args:
+        *args: x [..., H]; weight [C, H]; bias [C] or None; target, int64 or uint8, one a row in any
+            shape; class_weight=None, [C]; reduction=1 (0 none, 1 mean, 2 sum); ignore_index=-100;
+            label_smoothing=0.0.
+        **kwargs: the same by name; classes=None: how many of the rows of weight are classes, the
+            rest is padding; out_dtype=None (x's); chunk_bytes: of a chunk of logits; logits=None:
+            those of x where they exist, read by forward in place of computing them.
+
+    Returns:
+        The loss: a scalar, or shaped as target without a reduction.
+
+    Raises:
+        OptionError: shapes, reduction, smoothing or chunk size do not fit.
+        UnsupportedError: a dtype that it does not take.
+        IndexError: a target that is no class.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 3), torch.ones(4, 3)
+        >>> linear_cross_entropy_reference(x, weight, None, torch.tensor([1, 3]))
+        tensor(1.3863)
+    """
+    return _forward(Call(*args, **kwargs))[0]
+
+
+def _fake(*args: Any, **kwargs: Any) -> torch.Tensor:
+    c = Call(*args, **kwargs)
+    _check(c)
+    shape = c.target.shape if c.reduction == NONE else ()
+    return c.x.new_empty(shape, dtype=c.out_dtype or c.x.dtype)
+
+
+def _forward_grad(*args: Any) -> tuple[torch.Tensor, Args, Any]:
+    c = Call(*args)
+    loss, statistics, total = _forward(c)
+    saved = (c.x, c.weight, c.bias, c.target, c.class_weight, statistics, total)
+    return loss, saved, (*c[5:9], c.chunk_bytes)
+
+
+def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args) -> Args:
+    x, weight, bias, target, class_weight, statistics, total = saved
+    *options, chunk_bytes = kept
+    cross_entropy.refuse_weight_gradient(needs[4])
+    rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    parts = _chunks(rows, weight, chunk_bytes)
+    dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs[0] else None
+    dweight = _Sum(weight, len(parts)) if needs[1] else None
+    dbias = _Sum(bias, len(parts)) if needs[2] else None
+    grad = grads[0].reshape(-1) if options[0] == NONE else grads[0]
+    for a, b in parts:
+        slope = invoke(
+            cross_entropy._BACKWARD,
+            grad[a:b] if options[0] == NONE else grad,
+            F.linear(rows[a:b], weight, bias),
+            target[a:b], class_weight, *options,
+            statistics[:, a:b].contiguous(), total,
+        )  # fmt: skip
+        if dx is not None:
+            torch.mm(slope, weight, out=dx[a:b])
+        if dweight is not None:
+            dweight.add_product(slope.t(), rows[a:b])
+        if dbias is not None:
+            dbias.add(slope.sum(0, dtype=arithmetic(slope)))
+        del slope  # before the next chunk's logits are made
+    return (
+        None if dx is None else dx.reshape(x.shape),
+        None if dweight is None else dweight.result(),
+        None if dbias is None else dbias.result(),
+        *(None,) * (len(needs) - 3),
+    )
+
+
+class _Sum:
+    """The gradient of a parameter, added over chunks in float32 and rounded once."""
+
+    def __init__(self, like: torch.Tensor, count: int) -> None:
+        self.like = like
+        # One chunk alone is rounded by its product.
+        self.dtype = like.dtype if count == 1 else arithmetic(like)
+        self.total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor) -> None:
+        self.total = part if self.total is None else self.total.add_(part)
+
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add a @ b."""
+        if a.dtype == self.dtype:
+            if self.total is None:
+                self.total = torch.mm(a, b)
+            else:
+                self.total.addmm_(a, b)
+        elif not a.is_cuda:  # no product there writes a wider dtype than it reads
+            self.add(torch.mm(a.to(self.dtype), b.to(self.dtype)))
+        elif self.total is None:
+            self.total = torch.mm(a, b, out_dtype=self.dtype)
+        else:
+            torch.addmm(self.total, a, b, out_dtype=self.dtype, out=self.total)
+
+    def result(self) -> torch.Tensor:
+        if self.total is None:  # no rows
+            return torch.zeros_like(self.like)
+        return self.total.to(self.like.dtype)
+
+
+_LINEAR_CROSS_ENTROPY = define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? class_weight=None, int reduction=1, SymInt ignore_index=-100, "
+    "float label_smoothing=0.0, *, SymInt? classes=None, ScalarType? out_dtype=None, "
+    f"int chunk_bytes={CHUNK_BYTES}, Tensor? logits=None) -> Tensor",
+    launch=None,
+    reference=linear_cross_entropy_reference,
+    fake=_fake,
+    gradient=Gradient(_forward_grad, _backward_grad),
+)
+
+
+def _cost(*args: Any, **kwargs: Any) -> Cost:
+    c = Call(*args, **kwargs)
+    logits = c.rows * c.weight.shape[0]
+    read = tensor_bytes(c.target, c.logits)
+    flops = 5 * logits
+    if c.logits is None:
+        # A chunk is written by the product and read by the loss.
+        read += tensor_bytes(c.x, c.weight, c.bias) + 2 * logits * c.x.element_size()
+        flops += 2 * logits * c.x.shape[-1]
+    return Cost(read, tensor_bytes(_fake(*c)), flops)
+
+
+def _backward_cost(*args: Any, **kwargs: Any) -> Cost:
+    c = Call(*args, **kwargs)
+    logits = c.rows * c.weight.shape[0]
+    count = len(chunks(c.rows, c.weight.shape[0] * c.x.element_size(), c.chunk_bytes))
+    operands = tensor_bytes(c.x, c.weight, c.bias)
+    # Logits written and read, their gradient written and read twice; the sum of the weight's
+    # gradient read and written by each chunk.
+    sums = 2 * count * c.weight.numel() * arithmetic(c.weight).itemsize
+    read = 2 * operands + 5 * logits * c.x.element_size() + sums
+    return Cost(read, operands, logits * (6 * c.x.shape[-1] + 5))
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    x = torch.linspace(-3, 3, 12 * 8, device=device).sin().reshape(3, 4, 8)
+    weight = torch.linspace(-2, 2, 21 * 8, device=device).mul(3).cos().reshape(21, 8)
+    bias = torch.linspace(-1, 1, 21, device=device)
+    target = torch.arange(12, device=device)
+    some = torch.where(target % 3 == 0, -100, target)
+    class_weight = torch.linspace(0.5, 2, 21, device=device)
+    for reduction in (NONE, MEAN, 2):
+        yield Sample((x, weight, bias, target, None, reduction), {"chunk_bytes": 5 * 21 * 4})
+        yield Sample((x, weight, None, some, class_weight, reduction, -100, 0.1))
+    yield Sample((x, weight, bias, target % 19), {"classes": 19, "chunk_bytes": 1})
+    low = [t.bfloat16() for t in (x, weight)]
+    yield Sample((*low, None, some), {"out_dtype": torch.float32, "chunk_bytes": 7 * 21 * 2})
+    given = F.linear(x, weight)
+    yield Sample((x, weight, None, some), {"logits": given, "chunk_bytes": 5 * 21 * 4})
+
+
+register(
+    Op(
+        name="linear_cross_entropy",
+        overload=_LINEAR_CROSS_ENTROPY,
+        reference=linear_cross_entropy_reference,
+        launch=None,
+        samples=_samples,
+        cost=_cost,
+        backward_cost=_backward_cost,
+        saved="x, weight, bias, targets; float32 [2, rows]",
+        workspace="a chunk of logits forward, two backward; float32 gradient of the weight",
+    )
+)

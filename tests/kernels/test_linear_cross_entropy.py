@@ -1,0 +1,172 @@
+"""linear_cross_entropy: the numbers of the unchunked loss, and never more than a chunk."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphopt.errors import OptionError, UnsupportedError
+from graphopt.kernels import Sample, registry
+from graphopt.kernels.linear_cross_entropy import chunks
+
+G = torch.ops.graphopt
+OP = registry()["linear_cross_entropy"]
+SAMPLES = range(len(list(OP.samples(torch.device("cpu")))))
+NONE, MEAN = 0, 1
+
+
+def whole(x, weight, bias, target, class_weight=None, *options, classes=None, **_):
+    logits = F.linear(x, weight, bias)
+    return G.cross_entropy(logits, target, class_weight, *options, classes=classes)
+
+
+def without_class_weights(check, sample):
+    sample = check.leaves(sample)
+    args = [a.detach() if i == 4 and a is not None else a for i, a in enumerate(sample.args)]
+    kwargs = {k: v.detach() if k == "logits" else v for k, v in sample.kwargs.items()}
+    return Sample(tuple(args), kwargs)
+
+
+@pytest.mark.parametrize("index", SAMPLES)
+def test_every_mode_is_the_unchunked_loss(backend, check, index):
+    sample = next(itertools.islice(OP.samples(backend.device), index, None))
+    sample = without_class_weights(check, sample)
+    outputs, found, grads = check.run(OP.overload, sample)
+    exact = without_class_weights(check, Sample(check.leaves(sample, torch.float64).args))
+    kwargs = {k: v for k, v in sample.kwargs.items() if k == "classes"}
+    expected, slopes, _ = check.run(whole, Sample(exact.args, kwargs), [g.double() for g in grads])
+    eps = torch.finfo(sample.args[0].dtype).eps * 2
+    check.near("loss", outputs[0], expected[0], eps)
+    for a, b in zip(found, slopes, strict=True):
+        check.near("gradient", a, b, eps)
+        assert a.shape == b.shape
+        assert a.dtype == sample.args[0].dtype
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_only_the_wanted_gradient(backend, wanted):
+    values = [torch.randn(s, device=backend.device) for s in ((9, 4), (6, 4), (6,))]
+    target = torch.arange(9, device=backend.device) % 6
+
+    def gradients(needs):
+        leaves = [v.clone().requires_grad_(i in needs) for i, v in enumerate(values)]
+        G.linear_cross_entropy(*leaves, target, chunk_bytes=48).backward()
+        return [leaf.grad for leaf in leaves]
+
+    every, alone = gradients((0, 1, 2)), gradients((wanted,))
+    assert [g is None for g in alone] == [i != wanted for i in range(3)]
+    assert torch.equal(alone[wanted], every[wanted])
+
+
+@pytest.mark.parametrize("reduction", [NONE, MEAN, 2])
+def test_no_rows(reduction):
+    x, weight = torch.ones(0, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
+    none = torch.ones(0, dtype=torch.int64)
+    loss = G.linear_cross_entropy(x, weight, None, none, None, reduction)
+    assert torch.equal(loss.isnan(), whole(x, weight, None, none, None, reduction).isnan())
+    loss.sum().backward()
+    assert x.grad.shape == (0, 4)
+    assert not weight.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an op gives."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.found = max(self.found, *sizes, 0)
+        return result
+
+
+def test_no_tensor_is_larger_than_a_chunk():
+    x, weight = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    with Largest() as largest:
+        loss = G.linear_cross_entropy(
+            x, weight, None, torch.arange(64) % 50, chunk_bytes=10 * 50 * 4
+        )
+        loss.backward()
+    assert largest.found == 10 * 50
+
+
+def test_logits_that_are_there_are_not_saved():
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    logits = F.linear(x, weight)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        loss = G.linear_cross_entropy(x, weight, None, torch.arange(6), logits=logits)
+    assert max(t.numel() for t in saved) == weight.numel()
+    assert torch.equal(loss, G.cross_entropy(logits, torch.arange(6)))
+
+
+def test_chunks_cover_the_rows_once():
+    assert chunks(10, 4, 12) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert chunks(5, 100, 1) == [(i, i + 1) for i in range(5)]
+    assert chunks(300, 4, 4 * 200) == [(0, 128), (128, 256), (256, 300)]
+    assert chunks(0, 4, 12) == []
+
+
+def test_the_weights_gradient_is_added_in_float32(backend):
+    """256 chunks of one row each: in bfloat16 the sum would stop growing."""
+    x = torch.ones(256, 4, device=backend.device, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 4, device=backend.device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(256, dtype=torch.int64, device=backend.device)
+    G.linear_cross_entropy(x, weight, None, target, None, 2, chunk_bytes=1).backward()
+    assert weight.grad[:, 0].tolist() == [-128.0, 128.0]
+
+
+X, W, Y = torch.ones(2, 4), torch.ones(3, 4), torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: G.linear_cross_entropy(X, W.t(), None, Y), OptionError, r"weight \[4, 3\]"),
+        (lambda: G.linear_cross_entropy(X, W, None, Y[:1]), OptionError, "1 targets"),
+        (lambda: G.linear_cross_entropy(X, W, None, Y, chunk_bytes=0), OptionError, "0 bytes"),
+        (lambda: G.linear_cross_entropy(X.long(), W, None, Y), UnsupportedError, "torch.int64"),
+        (lambda: G.linear_cross_entropy(X, W, None, Y + 1), IndexError, "Target 3 is out"),
+    ],
+)
+def test_errors_say_what_is_wrong(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_real_size(check, dtype):
+    x = torch.randn(4096, 512, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (torch.randn(32001, 512, device="cuda") / 8).to(dtype).requires_grad_()
+    target = torch.randint(32001, (4096,), device="cuda")
+    target[::7] = -100
+    args = (x, weight, None, target)
+    found = torch.autograd.grad(
+        G.linear_cross_entropy(*args, out_dtype=torch.float32, chunk_bytes=2**25), (x, weight)
+    )
+    expected = torch.autograd.grad(whole(*args), (x, weight))
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    truth = torch.autograd.grad(whole(*exact, None, target), exact)
+    for ours, theirs, right in zip(found, expected, truth, strict=True):
+        errors = [float((t.double() - right).norm() / right.norm()) for t in (ours, theirs)]
+        assert errors[0] <= 1.1 * errors[1] + 1e-6
+
+
+@pytest.mark.gpu
+def test_memory_is_that_of_chunks():
+    x = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(32000, (8192,), device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    G.linear_cross_entropy(x, weight, None, target, chunk_bytes=2**25).backward()
+    sums = 2 * 4 * weight.numel() + 2 * 2 * (x.numel() + weight.numel())
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2**25 + sums
