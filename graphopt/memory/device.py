@@ -176,7 +176,8 @@ def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """Bytes that one call holds inside at most, beside its results; None where it cannot be run.
 
     The call runs on new tensors of the same sizes, strides and dtypes, filled with zeros; the
-    device's random state is put back. Each kind and size of call runs once a machine.
+    device's random state is put back, its statistics of peaks start anew. Each kind and size of
+    call runs once a machine.
     """
     leaves, _ = tree_flatten((args, kwargs))
     tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda]
