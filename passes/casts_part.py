@@ -322,5 +322,5 @@ def _folds(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         pair = node.args[0]
         assert isinstance(pair, fx.Node)
-        return node.args[1] == 0 and pair.target in STORES
+        return bool(node.args[1] == 0) and pair.target in STORES
     return node.target in STORES
