@@ -23,6 +23,7 @@ from graphopt.kernels._library import launches
 from graphopt.memory.fakestep import FakeStep, LossFn, Recorder, autocast_of, state_of, told
 from graphopt.memory.labels import BACKWARD, LOSS, Label, Labels
 from graphopt.memory.tracker import Allocation, storages_of
+from graphopt.remat import is_marker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ def measure(
     """Measure a body without computing anything; arguments as of `graphopt.memory.oracle.predict`.
 
     Args:
-        body: the body; nothing of it is changed.
+        body: the body; nothing of it is changed. What its markers drop is kept all the same.
         loss_fn: makes a scalar of the result of forward.
         resident_bytes: what else lies on the device.
         gradients_resident: whether there are gradients before the step.
@@ -262,7 +263,7 @@ class _Run:
         done = _last_uses(self.body.graph)
         with autocast_of(self.body), hooks:
             for node in self.body.graph.nodes:
-                if node.op == "call_function":
+                if node.op == "call_function" and not is_marker(node):
                     self._call(node)
                 for gone in done.get(node, ()):
                     del self._env[gone]
@@ -314,7 +315,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     seen = set(graph.output_node().all_input_nodes)
     done: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        if node.op != "call_function":
+        if node.op != "call_function" or is_marker(node):
             continue
         for used in (*node.all_input_nodes, node):
             if used not in seen and used.op == "call_function":

@@ -93,17 +93,20 @@ def lines_of(code: CodeType, text: str, otherwise: Callable[[], Label]) -> Calla
 
     Args:
         code: of the program's function.
-        text: its source, a node a line: `name = function(...)`.
+        text: its source, a node a line: `name = function(...)`; other lines belong to the node
+            before.
         otherwise: who runs what no line of it runs.
     """
-    names = [line.strip().partition(" = ")[0] for line in text.splitlines()]
-    labels = [Label(name if name.isidentifier() else "") for name in names]
+    labels = [Label("")]
+    for line in text.splitlines():
+        name, equals, _ = line.strip().partition(" = ")
+        labels.append(Label(name) if equals and name.isidentifier() else labels[-1])
 
     def running() -> Label:
         frame: Any = sys._getframe(1)
         while frame is not None:
             if frame.f_code is code:
-                return labels[frame.f_lineno - 1]
+                return labels[frame.f_lineno]
             frame = frame.f_back
         return otherwise()
 

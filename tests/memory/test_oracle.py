@@ -8,11 +8,14 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.bench.trace import peak_allocated, record
 from graphopt.capture.export import capture
+from graphopt.emit import Program
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.memory import device
 from graphopt.memory.fakestep import expanded
 from graphopt.memory.oracle import predict
 from graphopt.memory.tracker import StorageTracker
+from graphopt.passes.base import Log
+from graphopt.passes.remat import Rematerialize, reasons
 
 
 class Block(nn.Module):
@@ -102,6 +105,24 @@ def test_gpt_with_dropout_and_tied_weights_is_exact(options):
     parameters = sum(p.nbytes for p in model.parameters())  # a tied one once
     assert found.breakdown["parameters"] == parameters
     assert found.loss.startswith("the loss that forward returns")
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_recomputed_values_are_exact(p):
+    inputs = tokens()
+    body = graphopt.optimize(GPT(p), inputs, fuse=False).body
+    kept = predict(body)
+    dropped = {n.name for n, why in reasons(body).items() if why is None and "linear" not in n.name}
+    Rematerialize(frozenset(dropped)).run(body, Log())
+    program = Program(body, "test")
+
+    def step():
+        result = program(*inputs)
+        next(t for t in result if t.dim() == 0).backward()
+
+    found = predict(body)
+    assert found.peak_bytes < kept.peak_bytes
+    assert found.peak_bytes - found.start_bytes == measured(body.root, step)
 
 
 def test_conv_and_batch_norm_hold_the_storages_of_a_real_step(monkeypatch):
