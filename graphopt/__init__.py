@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         VerifyError,
     )
+    from graphopt.fit import fit
     from graphopt.hold import hold_weights
     from graphopt.precision_check import precision_check
     from graphopt.report.explain import explain
@@ -55,6 +56,7 @@ __all__ = [
     "detach",
     "diff",
     "explain",
+    "fit",
     "hold_weights",
     "optimize",
     "precision_check",
@@ -79,6 +81,7 @@ _HOME = {
     "detach": "graphopt.attach",
     "diff": "graphopt.diff",
     "explain": "graphopt.report.explain",
+    "fit": "graphopt.fit",
     "hold_weights": "graphopt.hold",
     "optimize": "graphopt.api",
     "precision_check": "graphopt.precision_check",

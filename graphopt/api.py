@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 
 from graphopt.capture import signature as sig
 from graphopt.errors import GraphOptError, GraphoptWarning, OptionError
+from graphopt.graph import lint
 from graphopt.graph.body import Body
+from graphopt.memory.plan import MemoryOptions, check_memory
 from graphopt.module import Compiled, GraphoptModule, Settings
 from graphopt.options import (
     DYNAMIC,
@@ -29,8 +31,9 @@ from graphopt.options import (
 )
 from graphopt.passes import PassOptions, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
-from graphopt.passes.base import Log
+from graphopt.passes.base import Log, Timer
 from graphopt.passes.overrides import MarkOverrides
+from graphopt.passes.pipeline import Stage
 from graphopt.report.progress import progress
 from graphopt.report.subject import optimized_of
 from graphopt.verify import VerifyResult, verify_body
@@ -45,6 +48,7 @@ class PassCompiler:
 
     options: PassOptions = dataclasses.field(default_factory=PassOptions)
     overrides: tuple[tuple[str, torch.dtype], ...] = ()
+    memory: MemoryOptions | None = None
 
     def __call__(self, body: Body) -> Compiled:
         """Run the passes over one captured body."""
@@ -53,7 +57,22 @@ class PassCompiler:
             MarkOverrides(self.overrides).run(body, Log())
         with progress("passes"):
             result = run_pipeline(body, self.options, leading=(MaterializeAutocast(),))
-        return Compiled(result.body, result)
+        done, most = len(result.rewrites), self.options.max_rewrites
+        if self.memory is None or (most is not None and done >= most):
+            return Compiled(result.body, result)
+        with progress("memory plan"), Timer() as timer:
+            planned = self.memory.planned(result.body, done)
+        lint.check(planned.body, "memory plan", skip=("no dead nodes",))
+        stage = Stage(
+            "memory plan", len(planned.body.graph.nodes), len(planned.rewrites), timer.seconds
+        )
+        result = dataclasses.replace(
+            result,
+            body=planned.body,
+            rewrites=[*result.rewrites, *planned.rewrites],
+            stages=[*result.stages, stage],
+        )
+        return Compiled(planned.body, result, planned.plan)
 
 
 @names_checked
@@ -66,6 +85,10 @@ def optimize(
     precision_overrides: Mapping[str, str | torch.dtype] | None = None,
     fuse: bool = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
+    memory_budget: int | float | str | None = None,
+    segments: int | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    resident_bytes: int | str = 0,
     dynamic: bool | str = "auto",
     on_error: str = "raise",
     max_rewrites: int | None = None,
@@ -92,6 +115,15 @@ def optimize(
         fuse: whether chains of ops become fused kernels; False leaves the canonical graph.
         rules: "default"; names, globs and minus signs ("default,-rope", "layer_norm*"); or a
             list of these and of your own `Rule` objects.
+        memory_budget: the most bytes of device memory that a training step may take at once, all
+            counted: parameters, gradients, inputs, activations, temporaries. Bytes; "12GiB" or
+            "900MB"; or a float, as a fraction of the predicted peak without a plan. What backward
+            needs is then recomputed where that costs the least time; `.memory_plan` tells.
+        segments: recompute all but the borders of so many parts of the model instead.
+        loss_fn: for the prediction of the peak: makes the loss of what forward returns. Without
+            it that is the loss that forward returns, else gradients of its results.
+        resident_bytes: what else lies on the device, such as the state of the optimizer (bytes,
+            or "4GiB"); it counts for the budget.
         dynamic: "auto": a size that is seen to vary becomes symbolic; True: sizes are symbolic
             from the start; False: one graph for each size.
         on_error: "raise", or "fallback" to run the model as it is, with a warning, where it
@@ -108,6 +140,8 @@ def optimize(
         OptionError: for wrong arguments, before any work.
         CaptureError: when the model cannot be captured, with the construct and its line.
         PassError: when a rule fails.
+        BudgetError: when no plan keeps the memory budget; it names the smallest peak that can be
+            had, and what holds it.
         VerifyError: when `verify=True` and a rewrite is wrong.
 
     Example:
@@ -121,6 +155,7 @@ def optimize(
     check_choice("precision", precision, PRECISION)
     overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
+    memory = check_memory(memory_budget, segments, loss_fn, resident_bytes)
     check_choice("dynamic", dynamic, DYNAMIC)
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("verify", verify, (True, False))
@@ -132,7 +167,7 @@ def optimize(
         return model  # type: ignore[return-value]
     _say_where_it_runs(model)
     settings = Settings(dynamic=dynamic, on_error=on_error, precision=precision)
-    opt = GraphoptModule(model, settings, PassCompiler(options, overrides))
+    opt = GraphoptModule(model, settings, PassCompiler(options, overrides, memory))
     if args is not None:
         with progress(f"capture {type(model).__name__}"):
             opt.capture(args, kwargs)
@@ -188,8 +223,11 @@ def verify(
     leaves: list[torch.Tensor] = []
     sig.flatten((args or (), named), leaves)
     result = entry.compiled.result
-    with progress(f"verify {len(result.rewrites)} rewrites"):
-        return verify_body(result.captured, result.body, result.rewrites, leaves, backward=backward)
+    records = result.rewrites
+    with progress("verify") as say:
+        return verify_body(
+            result.captured, result.body, records, leaves, backward=backward, say=say
+        )
 
 
 _verify = verify  # inside `optimize`, `verify` is an option

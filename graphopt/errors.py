@@ -84,7 +84,13 @@ class VerifyError(GraphOptError):
 
 
 class BudgetError(GraphOptError):
-    """The memory budget cannot be kept; says the smallest peak that can be had."""
+    """The memory budget cannot be kept; says the smallest peak that can be had.
+
+    Attributes:
+        lowest_bytes: that peak.
+    """
+
+    lowest_bytes: int | None = None
 
 
 class UnsupportedError(GraphOptError):

@@ -1,1 +1,258 @@
 """The largest batch that a memory budget holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.api import PassCompiler
+from graphopt.errors import BudgetError, OptionError
+from graphopt.memory.budget import Budget, check_budget, shown, unreachable
+from graphopt.memory.plan import MemoryPlan, check_memory
+from graphopt.module import GraphoptModule, Settings
+from graphopt.options import (
+    PRECISION,
+    check_choice,
+    check_fit,
+    check_inputs,
+    check_model,
+    check_overrides,
+    check_passes,
+    names_checked,
+)
+from graphopt.passes import Rule
+from graphopt.report.progress import progress
+
+MOST = 2**20
+"""No larger batch is looked for."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fit:
+    """The largest batch that fits. Its repr is a short table.
+
+    Attributes:
+        batch: the batch; `make_inputs(batch)` makes it.
+        budget_bytes: the budget.
+        predicted_peak_bytes: of a step with that batch and its plan.
+        plan: what is recomputed for it.
+        tried: (batch, whether it fits, the smallest predicted peak that is known of it).
+    """
+
+    batch: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    plan: MemoryPlan
+    tried: tuple[tuple[int, bool, int], ...]
+
+    def __repr__(self) -> str:
+        """The batch, its peak and plan, and what was tried."""
+        lines = [
+            f"fit: batch {self.batch}, predicted peak {shown(self.predicted_peak_bytes)} of"
+            f" {shown(self.budget_bytes)}"
+        ]
+        for batch, fits, peak in sorted(self.tried):
+            said = "fits" if fits else "does not fit"
+            lines.append(f"  batch {batch:6d}  {said:12}  {shown(peak)}")
+        return "\n".join([*lines, repr(self.plan)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "batch": self.batch,
+            "budget_bytes": self.budget_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "plan": self.plan.to_dict(),
+            "tried": [
+                dict(zip(("batch", "fits", "peak_bytes"), row, strict=True)) for row in self.tried
+            ],
+        }
+
+
+@names_checked
+def fit(
+    model: nn.Module,
+    make_inputs: Callable[[int], Any],
+    budget: int | float | str,
+    *,
+    multiple_of: int = 1,
+    recompute: bool = True,
+    precision: str | None = None,
+    precision_overrides: Mapping[str, str | torch.dtype] | None = None,
+    fuse: bool = True,
+    rules: str | Rule | Iterable[str | Rule] = "default",
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    resident_bytes: int | str = 0,
+) -> Fit:
+    """Find the largest batch whose training step fits into a budget, without running one.
+
+    For a few batches the model is captured and its peak predicted, with the plan that recomputes
+    as much as the budget asks for. Nothing is allocated but the inputs that `make_inputs` makes.
+
+    Args:
+        model: the model, in the mode to train in; it is not changed.
+        make_inputs: batch -> a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments.
+        budget: bytes or "12GiB"; on a GPU also a float, a fraction of its memory.
+        multiple_of: only multiples of this are looked at.
+        recompute: whether backward may recompute; False for the largest batch without.
+        precision: as in `optimize`.
+        precision_overrides: as in `optimize`.
+        fuse: as in `optimize`.
+        rules: as in `optimize`.
+        loss_fn: as in `optimize`.
+        resident_bytes: as in `optimize`; AdamW keeps 8 bytes for each float32 parameter.
+
+    Returns:
+        The batch, its predicted peak and its plan.
+
+    Raises:
+        OptionError: for wrong arguments.
+        BudgetError: when not even the smallest batch fits.
+        CaptureError: when the model cannot be captured.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        >>> found = fit(net, lambda batch: torch.ones(batch, 64), "200KiB")
+        >>> found.predicted_peak_bytes <= 200 * 1024 < fit(
+        ...     net, lambda batch: torch.ones(batch, 64), "400KiB"
+        ... ).predicted_peak_bytes
+        True
+    """
+    check_model(model)
+    if not callable(make_inputs):
+        raise OptionError(
+            f"make_inputs is of type {type(make_inputs).__name__}",
+            try_="a function of the batch: lambda batch: torch.randn(batch, 512)",
+        )
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+        raise OptionError(f"multiple_of is {multiple_of!r}", try_="a whole number from 1")
+    check_choice("recompute", recompute, (True, False))
+    check_choice("precision", precision, PRECISION)
+    overrides = check_overrides(model, precision_overrides)
+    limit = _limit(model, budget)
+    memory = check_memory(limit, None, loss_fn, resident_bytes)
+    assert memory is not None
+    options = check_passes(fuse, rules, None)
+    if not recompute:
+        memory = dataclasses.replace(memory, budget=Budget(fraction=1.0))
+    settings = Settings(dynamic=False, precision=precision)
+    compiler = PassCompiler(options, overrides, memory)
+    search = _Search(
+        lambda: GraphoptModule(model, settings, compiler), make_inputs, multiple_of, limit
+    )
+    with progress("fit"), torch.enable_grad():
+        return search.found()
+
+
+def _limit(model: nn.Module, budget: Any) -> int:
+    """The budget in bytes."""
+    asked = check_budget(budget, "budget")
+    if asked is None:
+        raise OptionError("budget is None", try_="bytes, '12GiB', or on a GPU a fraction of it")
+    if asked.size is not None:
+        return asked.size
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        raise OptionError(
+            f"budget is {budget!r}, and the model is on {device.type}",
+            why="a fraction is one of the memory of the model's GPU",
+            try_="bytes, or '12GiB'",
+        )
+    return int((asked.fraction or 1.0) * torch.cuda.get_device_properties(device).total_memory)
+
+
+class _Search:
+    """Batches tried so far, counted in multiples of the step between them."""
+
+    def __init__(
+        self,
+        make: Callable[[], GraphoptModule],
+        make_inputs: Callable[[int], Any],
+        step: int,
+        limit: int,
+    ) -> None:
+        self.make = make
+        self.make_inputs = make_inputs
+        self.step = step
+        self.limit = limit
+        self.plans: dict[int, MemoryPlan] = {}
+        self.peaks: dict[int, int] = {}  # count -> the smallest peak that is known
+        self.refused: dict[int, BudgetError] = {}
+
+    def found(self) -> Fit:
+        """The largest batch that fits."""
+        if not self.fits(1):
+            raise self.refused[1]
+        low, high = 1, MOST // self.step + 1  # fits, does not fit
+        turn = 0
+        while high - low > 1:
+            turn += 1
+            guess = self._guess(low, high, turn)
+            if self.fits(guess):
+                low = guess
+            else:
+                high = guess
+        plan = self.plans[low]
+        tried = tuple((n * self.step, n in self.plans, p) for n, p in self.peaks.items())
+        return Fit(low * self.step, self.limit, plan.predicted_peak_bytes, plan, tried)
+
+    def _guess(self, low: int, high: int, turn: int) -> int:
+        """Where the peak would reach the limit if it grew evenly; now and then the middle."""
+        known = sorted(self.peaks)
+        if high not in self.peaks:  # nothing too large yet
+            reach = 4 * low
+            if len(known) > 1:
+                a, b = known[-2], known[-1]
+                slope = (self.peaks[b] - self.peaks[a]) / (b - a)
+                reach = max(2 * low, min(reach * 4, self._at(b, slope) + 1))
+            return min(max(low + 1, reach), high - 1)
+        if turn % 3 == 0:
+            return (low + high) // 2
+        slope = (self.peaks[high] - self.peaks[low]) / (high - low)
+        guess = self._at(high, slope) if self.peaks[high] > self.limit else (low + high) // 2
+        return min(max(low + 1, guess), high - 1)
+
+    def _at(self, count: int, slope: float) -> int:
+        if slope <= 0:
+            return 4 * count
+        return int(count + (self.limit - self.peaks[count]) / slope)
+
+    def fits(self, count: int) -> bool:
+        """Whether some multiple of the step fits; keeps its plan."""
+        batch = count * self.step
+        args, kwargs = _arguments(self.make_inputs(batch), batch)
+        opt = self.make()
+        check_fit(opt.source, args or (), kwargs)
+        try:
+            opt.capture(args or (), kwargs)
+        except BudgetError as error:
+            self.refused[count] = error
+            self.peaks[count] = error.lowest_bytes or 2 * self.limit
+            return False
+        plan: MemoryPlan = opt.memory_plan
+        lowest = min([plan.predicted_peak_bytes, *(p.peak_bytes for p in plan.curve)])
+        self.peaks[count] = lowest
+        if plan.predicted_peak_bytes > self.limit:  # asked without recomputing
+            self.refused[count] = unreachable(
+                Budget(size=self.limit), self.limit, lowest, plan.unplanned_peak_bytes, ()
+            )
+            return False
+        self.plans[count] = plan
+        return True
+
+
+def _arguments(given: Any, batch: int) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+    if isinstance(given, Mapping):
+        return check_inputs(None, given, ("make_inputs", f"make_inputs({batch})"))
+    names = (f"make_inputs({batch})", "")
+    args, kwargs = check_inputs(given, None, names)
+    if args is None:
+        raise OptionError(
+            f"{names[0]} is None", try_="a tensor, a tuple of arguments, or a dict of them"
+        )
+    return args, kwargs

@@ -55,7 +55,17 @@ _OWN = frozenset(
 )
 
 _SHOWN = frozenset(
-    {"graph", "code", "rewrites", "refusals", "recaptures", "precision_plan", "entry", "body"}
+    {
+        "graph",
+        "code",
+        "rewrites",
+        "refusals",
+        "recaptures",
+        "precision_plan",
+        "memory_plan",
+        "entry",
+        "body",
+    }
 )
 """What an optimized module shows and nobody sets."""
 
@@ -261,6 +271,15 @@ class GraphoptModule(fx.GraphModule):
         """In which precision the ops of the graph in force run, and what the casts move."""
         result = self.entry.compiled.result
         return plan_of(self.entry.capture.body if result is None else result.captured, self.body)
+
+    @property
+    def memory_plan(self) -> Any:
+        """What the graph in force recomputes to keep its memory budget; None without a budget.
+
+        A `graphopt.memory.plan.MemoryPlan`: `.predicted_peak_bytes`, `.recompute`, `.extra_ms`,
+        `.curve`; its repr is a table.
+        """
+        return self.entry.compiled.memory
 
     @property
     def recaptures(self) -> list[Recapture]:

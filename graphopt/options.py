@@ -30,10 +30,7 @@ NOT_YET = frozenset(
     {
         "autotune",
         "cuda_graph",
-        "memory_budget",
         "offload",
-        "resident_bytes",
-        "segments",
     }
 )
 """Options of later versions."""

@@ -31,10 +31,12 @@ class Compiled:
     Attributes:
         body: the body to run.
         result: what the passes recorded (`.rewrites`, `.refusals`), None where none ran.
+        memory: the memory plan, None where none was asked for.
     """
 
     body: Body
     result: Any = None
+    memory: Any = None
 
 
 class Eager:

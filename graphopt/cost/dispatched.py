@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from graphopt.cost.ops import Cost
 
@@ -111,6 +110,8 @@ def _flops(
 ) -> int:
     name = _LIKE.get(func._schema.name)
     packet = func.overloadpacket if name is None else _packet(name)
+    from torch.utils.flop_counter import flop_registry  # which loads Triton
+
     formula = flop_registry.get(packet)
     if formula is not None:
         try:

@@ -152,7 +152,7 @@ def unreachable(
     more = sum(h.bytes for h in live) - sum(h.bytes for h in largest)
     rest = f"\n         {shown(more)} in {len(live) - 6} others" if len(live) > 6 else ""
     same = f" of the {shown(plain)} without a plan" if asked.fraction is not None else ""
-    return BudgetError(
+    error = BudgetError(
         f"memory_budget={asked} ({shown(limit)}{same}) cannot be kept:"
         f" the smallest peak is {shown(lowest)}",
         at=next((f"{h.site}" for h in largest if h.site.file and h.kind != "parameters"), None),
@@ -160,6 +160,8 @@ def unreachable(
         try_=f"memory_budget={_next(lowest)}, a smaller batch (graphopt.fit finds the largest),"
         " or precision='bf16'",
     )
+    error.lowest_bytes = lowest
+    return error
 
 
 def line(held: Holder) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from graphopt.cost.ops import nodes_cost
 from graphopt.graph import ops
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
+from graphopt.memory.plan import MemoryPlan, check_memory
 from graphopt.options import (
     PRECISION,
     check_choice,
@@ -30,6 +31,7 @@ from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.passes.base import Log
 from graphopt.passes.overrides import MarkOverrides
 from graphopt.precision import lowered
+from graphopt.report.memory import memory_parts
 from graphopt.report.progress import progress
 from graphopt.report.rules import (
     RefusalSummary,
@@ -61,6 +63,7 @@ class Explanation:
         rewrites: the records behind `rules`.
         refusals: the records behind `refused`.
         stages: (pass, ops after it, seconds) in the order in which the passes ran.
+        memory: how a memory budget would be kept, None without one.
     """
 
     model: str
@@ -76,6 +79,7 @@ class Explanation:
     rewrites: tuple[RewriteRecord, ...]
     refusals: tuple[Refusal, ...]
     stages: tuple[tuple[str, int, float], ...]
+    memory: MemoryPlan | None = None
 
     @classmethod
     def of(
@@ -84,6 +88,7 @@ class Explanation:
         names: Sequence[str],
         result: PipelineResult,
         seconds: float,
+        memory: MemoryPlan | None = None,
     ) -> Explanation:
         """Sum up what the passes did to one captured forward.
 
@@ -92,6 +97,7 @@ class Explanation:
             names: a name per input of the captured graph.
             result: what `run_pipeline` returned.
             seconds: what capture and passes took together.
+            memory: the plan for a memory budget.
         """
         before, after = result.captured, result.body
         return cls(
@@ -111,6 +117,7 @@ class Explanation:
             rewrites=tuple(result.rewrites),
             refusals=tuple(result.refusals),
             stages=tuple((s.name, s.nodes, s.seconds) for s in result.stages),
+            memory=memory,
         )
 
     @property
@@ -141,7 +148,8 @@ class Explanation:
 
     def parts(self) -> list[Part]:
         """What is shown, in order."""
-        return [self.headline, *self.tables(), self.closing]
+        memory = [] if self.memory is None else memory_parts(self.memory)
+        return [self.headline, *self.tables(), *memory, self.closing]
 
     def __repr__(self) -> str:
         """The tables as plain text."""
@@ -152,16 +160,16 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        nested = ("rules", "refused", "rewrites", "refusals")
+        nested = ("rules", "refused", "rewrites", "refusals", "memory")
         data = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in nested
         }
-        return {**data, **{name: [r.to_dict() for r in getattr(self, name)] for name in nested}}
+        lists = {name: [r.to_dict() for r in getattr(self, name)] for name in nested[:-1]}
+        return {**data, **lists, "memory": None if self.memory is None else self.memory.to_dict()}
 
 
-@names_checked
 @names_checked
 def explain(
     model: torch.nn.Module,
@@ -173,6 +181,10 @@ def explain(
     fuse: bool = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     max_rewrites: int | None = None,
+    memory_budget: int | float | str | None = None,
+    segments: int | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    resident_bytes: int | str = 0,
 ) -> Explanation:
     """Say what `optimize` would do to a model: a dry run that changes and computes nothing.
 
@@ -187,6 +199,10 @@ def explain(
         fuse: as in `optimize`.
         rules: as in `optimize`.
         max_rewrites: as in `optimize`.
+        memory_budget: as in `optimize`.
+        segments: as in `optimize`.
+        loss_fn: as in `optimize`.
+        resident_bytes: as in `optimize`.
 
     Returns:
         What would be rewritten, what would not, and why. Printing it shows the tables.
@@ -194,6 +210,7 @@ def explain(
     Raises:
         CaptureError: when the model cannot be captured, naming the construct and its line.
         OptionError: for wrong arguments, before any work.
+        BudgetError: when no plan keeps the memory budget.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.ReLU())
@@ -205,6 +222,7 @@ def explain(
     check_choice("precision", precision, PRECISION)
     overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
+    memory = check_memory(memory_budget, segments, loss_fn, resident_bytes)
     check_fit(model, args or (), kwargs)
     start = time.perf_counter()
     with progress(f"explain {type(model).__name__}"):
@@ -215,4 +233,5 @@ def explain(
         if overrides:
             MarkOverrides(overrides).run(body, Log())
         result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
-    return Explanation.of(model, captured.names, result, time.perf_counter() - start)
+        planned = None if memory is None else memory.planned(result.body).plan
+    return Explanation.of(model, captured.names, result, time.perf_counter() - start, planned)

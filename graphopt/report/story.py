@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from graphopt.report.kernels import kernel_table
+from graphopt.report.memory import memory_line, memory_parts
 from graphopt.report.proof import folded_notes, proof_table, proof_text
 from graphopt.report.remaining import remaining_table
 from graphopt.report.rules import op_count, reason_table
@@ -34,6 +35,7 @@ def story(made: Report, *, stable: bool) -> list[Part]:
         in_short(made),
         Heading("1. What became faster"),
         *_faster(made, stable=stable),
+        *_memory(made),
         Heading("2. Why not the rest"),
         *_rest(made),
         Heading("3. Is it still right"),
@@ -54,7 +56,7 @@ def code_parts(made: Report) -> list[Part]:
 
 
 def in_short(made: Report) -> str:
-    """The three answers in three lines."""
+    """The answers, a line each."""
     t, left = made.totals, made.remaining
     faster = "nothing was rewritten"
     if made.rewrites:
@@ -71,7 +73,15 @@ def in_short(made: Report) -> str:
     right = "not checked here, see 3."
     if proof is not None:
         right = "yes, proved against float64" if proof.passed else "NO, see 3."
-    return f"  - faster: {faster}\n  - the rest: {rest}\n  - still right: {right}"
+    memory = "" if made.memory is None else f"  - memory: {memory_line(made.memory)}\n"
+    return f"  - faster: {faster}\n{memory}  - the rest: {rest}\n  - still right: {right}"
+
+
+def _memory(made: Report) -> list[Part]:
+    """The memory plan, where a budget was asked for."""
+    if made.memory is None:
+        return []
+    return [Heading("How the memory budget is kept"), *memory_parts(made.memory)]
 
 
 def _faster(made: Report, *, stable: bool) -> list[Part]:

@@ -11,6 +11,7 @@ from graphopt.capture.store import Recapture
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.text import type_text
+from graphopt.memory.plan import MemoryPlan
 from graphopt.module import GraphoptModule, graphopt_of
 from graphopt.options import disabled
 from graphopt.passes import PassOptions, PipelineResult
@@ -26,6 +27,7 @@ class Subject:
         inputs: one text per tensor input, "input_ids: i64[2, 64]".
         result: what the passes did.
         options: the user's choices for the passes.
+        memory: how the memory budget is kept, None without one.
         capture_seconds: time of the whole capture.
         export_seconds: the part of it inside `torch.export`.
         recaptures: the captures after the first.
@@ -37,6 +39,7 @@ class Subject:
     inputs: tuple[str, ...]
     result: PipelineResult
     options: PassOptions
+    memory: MemoryPlan | None
     capture_seconds: float
     export_seconds: float
     recaptures: tuple[Recapture, ...]
@@ -102,6 +105,7 @@ def subject_of(opt: Any, who: str) -> Subject:
         inputs=input_texts(entry.capture.names, before),
         result=result,
         options=getattr(module._compile_body, "options", PassOptions()),
+        memory=entry.compiled.memory,
         capture_seconds=entry.capture.seconds,
         export_seconds=entry.capture.export_seconds,
         recaptures=tuple(module.recaptures),

@@ -15,6 +15,7 @@ from graphopt.errors import OptionError
 from graphopt.graph import ops
 from graphopt.graph.record import RewriteRecord
 from graphopt.graph.text import python_code
+from graphopt.memory.plan import MemoryPlan
 from graphopt.options import names_checked
 from graphopt.precision import PrecisionPlan, plan_of
 from graphopt.report.fold import fold
@@ -143,6 +144,7 @@ class Report:
         inputs: one text per tensor input, "input_ids: i64[2, 64]".
         totals: the graph before and after.
         precision: the low precision and its casts.
+        memory: how the memory budget is kept, None without one.
         rules: what each rule did, the greatest saving first.
         modules: what was rewritten where, in the order of the forward.
         rewrites: the records.
@@ -167,6 +169,7 @@ class Report:
     inputs: tuple[str, ...]
     totals: Totals
     precision: PrecisionSummary
+    memory: MemoryPlan | None
     rules: tuple[RuleSummary, ...]
     modules: tuple[ModuleSummary, ...]
     rewrites: tuple[RewriteRecord, ...]
@@ -227,6 +230,7 @@ class Report:
             "inputs": list(self.inputs),
             "totals": self.totals.to_dict(),
             "precision": self.precision.to_dict(),
+            "memory": None if self.memory is None else self.memory.to_dict(),
             "rules": [r.to_dict() for r in self.rules],
             "modules": [m.to_dict() for m in self.modules],
             "rewrites": [_rewrite(r) for r in self.rewrites],
@@ -316,6 +320,7 @@ def _report_on(subject: Subject, verification: VerifyResult | None) -> Report:
             flops_after=matrix_flops(after),
         ),
         precision=PrecisionSummary.of(plan_of(result.captured, result.body)),
+        memory=subject.memory,
         rules=by_rule(result.rewrites, result.refusals, meanings(subject.options)),
         modules=by_module(result.rewrites),
         rewrites=tuple(result.rewrites),

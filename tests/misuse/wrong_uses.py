@@ -117,8 +117,9 @@ OPTIONS = [
     is_option("has the key 0", "a module path", precision_overrides={0: "fp32"}),
     is_option("['0'] is 'fp8'", "'fp32', 'bf16', 'fp16'", precision_overrides={"0": "fp8"}),
     is_option("'head' names neither a module nor an op", precision_overrides={"head": "fp32"}),
-    is_option("segments= is not available yet", segments=4),
-    is_option("memory_budget= is not available yet", memory_budget="4GiB"),
+    is_option("segments is 0", segments=0),
+    is_option("memory_budget is '4 parsecs'", memory_budget="4 parsecs"),
+    is_option("given together", memory_budget="4GiB", segments=4),
     is_option("cuda_graph= is not available yet", cuda_graph=True),
     is_option("optimize has no option 'fused'", "'fuse'", fused=True),
     is_option("optimize has no option 'on_errors'", "'on_error'", on_errors="raise"),
@@ -188,8 +189,8 @@ ATTACH = [
     ),
     in_place(
         "an option of later",
-        lambda o: graphopt.attach(o, memory_budget=0.5),
-        "memory_budget= is not available yet",
+        lambda o: graphopt.attach(o, offload=True),
+        "offload= is not available yet",
     ),
     in_place("a wrong value", lambda o: graphopt.attach(o, dynamic="no"), "dynamic is 'no'"),
     Use(

@@ -96,9 +96,9 @@ def test_the_schema_names_its_version(opt: GraphoptModule) -> None:
     assert graphopt.report(opt).to_dict()["schema"] == "graphopt.report/1"
     assert SCHEMA["properties"]["schema"] == {"const": "graphopt.report/1"}
     assert list(SCHEMA["properties"]) == [
-        "schema", "graphopt", "model", "mode", "inputs", "totals", "precision", "rules", "modules",
-        "rewrites", "kernels", "bytes_after_by_kind", "remaining", "refusals", "recaptures",
-        "graphs", "verification", "seconds", "passes", "environment", "code",
+        "schema", "graphopt", "model", "mode", "inputs", "totals", "precision", "memory",
+        "rules", "modules", "rewrites", "kernels", "bytes_after_by_kind", "remaining", "refusals",
+        "recaptures", "graphs", "verification", "seconds", "passes", "environment", "code",
     ]  # fmt: skip
 
 

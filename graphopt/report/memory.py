@@ -1,0 +1,49 @@
+"""The memory plan as a report shows it."""
+
+from __future__ import annotations
+
+from graphopt.memory.plan import MemoryPlan, spread
+from graphopt.report.table import Table, size
+from graphopt.report.view import Part
+
+COUNTED = (
+    "Peaks are predicted for a whole training step, everything counted: parameters, gradients, "
+    "inputs, activations, temporaries. Times are estimates from bytes and FLOPs."
+)
+
+
+def memory_line(plan: MemoryPlan) -> str:
+    """Budget, peaks and cost in a sentence."""
+    limit = "" if plan.budget_bytes is None else f", budget {size(plan.budget_bytes)}"
+    cost = "nothing is recomputed"
+    if plan.recompute:
+        cost = f"{len(plan.recompute)} values are recomputed in backward ({_cost(plan)})"
+    return (
+        f"predicted peak {size(plan.unplanned_peak_bytes)} -> {size(plan.predicted_peak_bytes)}"
+        f"{limit}; {cost}"
+    )
+
+
+def memory_parts(plan: MemoryPlan) -> list[Part]:
+    """What a plan does, and what other plans there are."""
+    parts: list[Part] = [f"{memory_line(plan)}. The peak is at {plan.where or 'no op'}."]
+    if plan.recompute:
+        rows = tuple(
+            (where, str(count), size(kept) if kept else "-", f"{ms:.3g}", kinds)
+            for where, count, kept, ms, kinds in plan.modules()
+        )
+        header = ("module", "values", "no longer kept", "ms", "ops that run again")
+        parts += ["Recomputed, by module:", Table(header, rows, right=header[1:4])]
+    if len(plan.curve) > 1:
+        rows = tuple(
+            (size(p.peak_bytes), f"+{p.extra_ms:.3g}", str(p.recomputed))
+            for p in spread(plan.curve, 10)
+        )
+        header = ("predicted peak", "ms", "values")
+        parts += ["What other budgets would cost:", Table(header, rows, right=header)]
+    return [*parts, COUNTED]
+
+
+def _cost(plan: MemoryPlan) -> str:
+    share = 100 * plan.extra_ms / plan.forward_ms if plan.forward_ms else 0.0
+    return f"+{plan.extra_ms:.3g} ms, {share:.0f}% of a forward"

@@ -1,0 +1,83 @@
+"""The largest batch that fits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from graphopt import optimize
+from graphopt.errors import BudgetError, OptionError
+from graphopt.fit import fit
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 32), nn.Tanh())))
+
+
+def batch_of(count):
+    return torch.ones(count, 32)
+
+
+BUDGET = 96 * 1024
+
+
+@pytest.fixture(scope="module")
+def found():
+    return fit(net(), batch_of, BUDGET)
+
+
+def test_one_more_does_not_fit(found):
+    assert found.predicted_peak_bytes <= BUDGET
+    optimize(net(), batch_of(found.batch), memory_budget=BUDGET)
+    with pytest.raises(BudgetError):
+        optimize(net(), batch_of(found.batch + 1), memory_budget=BUDGET)
+
+
+def test_few_batches_are_tried(found):
+    assert len(found.tried) <= 12
+    assert f"batch {found.batch}" in repr(found)
+    assert json.loads(json.dumps(found.to_dict()))["batch"] == found.batch
+
+
+def test_recomputing_makes_room(found):
+    without = fit(net(), batch_of, BUDGET, recompute=False)
+    assert without.batch < found.batch
+    assert without.plan.recompute == ()
+    assert without.predicted_peak_bytes <= BUDGET
+
+
+def test_multiples_only(found):
+    assert fit(net(), batch_of, BUDGET, multiple_of=8).batch == found.batch // 8 * 8
+
+
+def test_keyword_arguments_and_resident_bytes(found):
+    def named(count):
+        return {"input": batch_of(count)}
+
+    assert fit(net(), named, BUDGET, resident_bytes=BUDGET // 4).batch < found.batch
+
+
+def test_nothing_fits():
+    with pytest.raises(BudgetError, match="the smallest peak is"):
+        fit(net(), batch_of, "4KiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "what"),
+    [
+        ((batch_of(2), BUDGET), {}, "make_inputs is of type Tensor"),
+        ((batch_of, None), {}, "budget is None"),
+        ((batch_of, 0.5), {}, "the model is on cpu"),
+        ((batch_of, BUDGET), {"multiple_of": 0}, "multiple_of is 0"),
+        ((lambda n: None, BUDGET), {}, r"make_inputs\(1\) is None"),
+        ((lambda n: (1, 2, 3), BUDGET), {}, "do not fit the forward"),
+        ((batch_of, BUDGET), {"precison": "bf16"}, "no option 'precison'"),
+    ],
+)
+def test_wrong_arguments(arguments, options, what):
+    with pytest.raises(OptionError, match=what):
+        fit(net(), *arguments, **options)
