@@ -12,7 +12,8 @@ import torch
 from torch import fx, nn
 
 from graphopt.graph.body import CONSTANTS, Body
-from graphopt.remat import is_marker, recipes, scope
+from graphopt.graph.recipes import recipes
+from graphopt.remat import is_marker, scope
 
 _count = itertools.count()
 

@@ -22,13 +22,13 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from graphopt.errors import GraphOptError, PassError
+from graphopt.errors import GraphOptError
 
 _DEVICES = ("cpu", "cuda")  # with an autocast of their own
 
@@ -81,115 +81,6 @@ class Recipe:
     reads: tuple[str, ...]
 
 
-def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
-    """The recipe of every value that a graph drops, by the value's name.
-
-    Read off the graph at hand: what a copy of it changes (dtypes, dropout probabilities) the
-    recipes follow.
-
-    Args:
-        graph: a graph with `drop` markers; without, there are no recipes.
-        given: values, by node name, that its runner takes in place of running a node.
-
-    Raises:
-        PassError: when a recipe would need a value that its marker does not hold.
-    """
-    names: dict[fx.Node, str] = {}
-    held: dict[str, tuple[fx.Node, ...]] = {}
-    for node in graph.nodes:
-        if is_marker(node):
-            mark = marked(node)
-            names[mark.op] = mark.name
-            held[mark.name] = held.get(mark.name) or mark.held
-    found = {}
-    for node, name in names.items():
-        if given is not None and node.name in given:
-            found[name] = Recipe(name, Call(_given, (given[node.name],)), ())
-        else:
-            found[name] = _Reader(names, held[name]).recipe(node, name)
-    return found
-
-
-def is_marker(node: fx.Node) -> bool:
-    """Whether a node marks where a value is dropped."""
-    return node.op == "call_function" and node.target is drop
-
-
-class Mark(NamedTuple):
-    """What a marker says.
-
-    Attributes:
-        op: the node that made the value.
-        name: the name of its recipe.
-        held: what is held to compute it again.
-    """
-
-    op: fx.Node
-    name: str
-    held: tuple[fx.Node, ...]
-
-
-def marked(marker: fx.Node) -> Mark:
-    """What a marker says."""
-    value, name, *rest = marker.args
-    part: Any = value[0] if isinstance(value, (list, tuple)) else value
-    item = "output" in marker.kwargs or part is not value
-    held: Any = rest[0] if rest else ()
-    return Mark(part.args[0] if item else part, str(name), tuple(held))
-
-
-def again(node: fx.Node) -> Call:
-    """The call, over nodes, that gives a node's value again.
-
-    The op itself; for a batch norm in training one that leaves out its running statistics, which
-    forward has written meanwhile.
-    """
-    if node.target is torch.ops.graphopt.batch_norm.default:
-        x, weight, bias, _mean, _var, momentum, eps = node.args
-        return Call(_batch_norm, (x, weight, bias, momentum, eps))
-    return Call(node.target, node.args, node.kwargs)
-
-
-def _batch_norm(x: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Any:
-    cudnn = torch.backends.cudnn.enabled
-    args = (x, weight, bias, None, None, True, momentum, eps, cudnn)
-    return (torch.ops.aten.batch_norm.default(*args),)
-
-
-def _given(value: Any) -> Any:
-    return value
-
-
-class _Reader:
-    """Builds one recipe from a graph."""
-
-    def __init__(self, names: Mapping[fx.Node, str], held: Sequence[fx.Node]) -> None:
-        self._names = names
-        self._held = {node: Held(i) for i, node in enumerate(held)}
-        self._reads: dict[str, None] = {}
-
-    def recipe(self, node: fx.Node, name: str) -> Recipe:
-        call = again(node)
-        args, kwargs = map_aggregate((call.args, dict(call.kwargs)), self._operand)
-        return Recipe(name, Call(call.target, args, kwargs), tuple(self._reads))
-
-    def _operand(self, value: Any) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        if value in self._held:
-            return self._held[value]
-        if value in self._names:
-            self._reads[self._names[value]] = None
-            return Again(self._names[value])
-        if value.op != "call_function":
-            raise PassError(
-                f"a dropped value needs {value.name} to be computed again, and nothing holds it",
-                why="its marker was made for another graph",
-            )
-        args, kwargs = map_aggregate((value.args, dict(value.kwargs)), self._operand)
-        return Call(value.target, args, kwargs)
-
-
 # -------------------------------------------------------------------------------------- forward
 
 
@@ -213,6 +104,11 @@ def drop(value: Any, name: str, held: Sequence[Any] = (), output: int | None = N
     scope = _LOCAL.scope
     if scope is not None:
         scope.drop(value, name, held, output)
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node marks where a value is dropped."""
+    return node.op == "call_function" and node.target is drop
 
 
 def scope(found: Mapping[str, Recipe]) -> contextlib.AbstractContextManager[Any]:

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_map
 from graphopt.graph.body import CONSTANTS, Body, copy_graph
 from graphopt.graph.float64 import DOUBLE
 from graphopt.graph.ops import is_view
+from graphopt.graph.recipes import recipes
 from graphopt.passes.base import LOW
 from graphopt.passes.overrides import MARK, widens
-from graphopt.remat import recipes, scope
+from graphopt.remat import scope
 
 SEED = 20_011
 """Value of every `draw_seed` and of the forked generators, unless told otherwise."""

@@ -16,8 +16,9 @@ from torch import fx, nn
 from graphopt import remat
 from graphopt.graph import ops
 from graphopt.graph.body import CONSTANTS, Body
+from graphopt.graph.recipes import marked
 from graphopt.graph.record import site_of
-from graphopt.remat import is_marker, marked
+from graphopt.remat import is_marker
 
 DTYPES = {
     torch.float64: "f64",

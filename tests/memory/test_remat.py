@@ -9,18 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from remat_models import MODELS, ConvNet, case, droppable, dropped, dropping, same
+from remat_models import GPT, MODELS, ConvNet, case, droppable, dropped, dropping, same
 from torch import nn
 
 import graphopt
-from graphopt.errors import PassError
+from graphopt.errors import OptionError, PassError
 from graphopt.graph import lint
 from graphopt.graph.edit import Editor
+from graphopt.graph.recipes import marked
 from graphopt.graph.text import ir_text, parse
 from graphopt.passes.base import Log
 from graphopt.passes.clean import Clean
-from graphopt.passes.remat import Rematerialize, reasons, saved_bytes
-from graphopt.remat import is_marker
+from graphopt.passes.remat import Rematerialize, reasons, saved_bytes, segment_values
+from graphopt.remat import Call, is_marker
 
 CASES = [(name, None) for name in MODELS] + [("mlp", "bf16"), ("gpt", "bf16"), ("conv", "bf16")]
 
@@ -172,17 +173,17 @@ def test_verify_runs_the_recipes(monkeypatch) -> None:
     opt.capture((x,))
     assert [r.rule for r in opt.rewrites][-1] == "rematerialize"
     assert graphopt.verify(opt, x).passed
-    from graphopt import remat
+    from graphopt.graph import recipes
 
-    right = remat.again
+    right = recipes.again
 
     def wrong(node):
         call = right(node)
         if node.target is torch.ops.graphopt.bias_act.default:
-            return remat.Call(call.target, (*call.args[:2], "relu"))
+            return Call(call.target, (*call.args[:2], "relu"))
         return call
 
-    monkeypatch.setattr(remat, "again", wrong)
+    monkeypatch.setattr(recipes, "again", wrong)
     found = graphopt.verify(opt, x)
     assert [c.rule for c in found.checks if c.status == "wrong"] == ["rematerialize"]
     assert found.whole.status == "wrong"
@@ -195,3 +196,40 @@ def test_max_rewrites_leaves_the_pass_out() -> None:
     Rematerialize(frozenset(found.names)).run(body, log)
     assert not log.rewrites
     assert not any(map(is_marker, body.graph.nodes))
+
+
+# ------------------------------------------------------------------------------------- segments
+
+
+def test_segments_keep_what_crosses_their_borders() -> None:
+    torch.manual_seed(0)
+    model, tokens = GPT(layers=6, width=32), torch.randint(0, 31, (2, 16))
+    opt = dropping(model, lambda names: [])
+    body = opt.capture((tokens,)).compiled.body
+    saved, names = saved_bytes(body), droppable(body)
+    assert segment_values(body, 1) == frozenset()
+    kept = {}
+    for n in (2, 3, 6):
+        chosen = segment_values(body, n)
+        assert chosen <= set(names)
+        kept[n] = sum(size for name, size in saved.items() if name not in chosen)
+        # the last segment, and of the others what the norm at each border returns
+        borders = (n - 1) * saved["add_layer_norm_default_3"]
+        assert kept[n] - borders == pytest.approx(sum(saved.values()) / n, rel=0.1)
+    assert kept[6] < kept[3] < kept[2]
+    work = dropped(body.copy(), segment_values(body, 3))
+    held = {h for n in work.graph.nodes if is_marker(n) for h in marked(n).held}
+    borders = {h.args[0].name for h in held if h.name.startswith("getitem")}
+    assert borders == {"add_layer_norm_default_3"}  # what the second one reads is kept anyway
+
+
+def test_segments_give_equal_gradients() -> None:
+    for name in ("gpt", "conv", "chunks"):
+        found = case(name)
+        for n in (2, 3, 50):
+            assert same(found.step(segment_values(found.body, n)), found.plain)
+
+
+def test_no_segments_are_refused() -> None:
+    with pytest.raises(OptionError, match="segments=0"):
+        segment_values(case("mlp").body, 0)
