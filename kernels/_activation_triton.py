@@ -112,19 +112,19 @@ def backward(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
-    sum_bias: bool,
+    sum_dtype: torch.dtype | None,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx in x's dtype, the bias gradient in the bias's; of no element unless sum_bias)."""
+    """(dx in x's dtype, the bias gradient in sum_dtype; of no element if that is None)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dbias = nothing(dx.dtype, dx.device)
-    summed = bias if sum_bias else None
     if x.numel() == 0:
-        return dx, dbias if summed is None else torch.zeros_like(summed)
-    (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=bias is None)
-    tiles = tile(count, cols, BACKWARD_TILE if summed is None else SUMMING_TILE)
+        return dx, dbias if sum_dtype is None else x.new_zeros(x.shape[-1], dtype=sum_dtype)
+    flat = bias is None and sum_dtype is None
+    (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=flat)
+    tiles = tile(count, cols, BACKWARD_TILE if sum_dtype is None else SUMMING_TILE)
     parts, partial = tiles.down, None
-    if summed is not None:
+    if sum_dtype is not None:
         parts = summing_parts(tiles, x)
         partial = torch.empty(parts, cols, dtype=torch.float32, device=x.device)
     with on_device(x):
@@ -133,8 +133,8 @@ def backward(
             count, cols, rows_dy.stride, rows_x.stride, 1.0 if cap is None else cap,
             CAPPED=cap is not None, ACT=activation, FAST=x.dtype in HALF,
             BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
-            STAGES=1 if summed is None else SUMMING_STAGES, num_warps=4,
+            STAGES=1 if sum_dtype is None else SUMMING_STAGES, num_warps=4,
         )  # fmt: skip
-        if partial is not None and summed is not None:
-            dbias = column_sum(partial, summed.dtype)
+        if partial is not None and sum_dtype is not None:
+            dbias = column_sum(partial, sum_dtype)
     return dx, dbias

@@ -87,6 +87,17 @@ def check_same_shape(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
+def plus_bias(x: torch.Tensor, bias: torch.Tensor | None, added: bool) -> torch.Tensor:
+    """X + bias; x alone if it holds the bias already, which then still gets its gradient."""
+    if bias is None:
+        return x
+    if not added:
+        return x + bias
+    if bias.requires_grad and torch.is_grad_enabled():  # a reference that is differentiated
+        return x + (bias - bias.detach())
+    return x
+
+
 def sum_to_bias(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The gradient of a bias, from that of the sum: all leading dimensions summed."""
     leading = list(range(gradient.dim() - 1))

@@ -2,6 +2,8 @@
 
 Forward reads x (and bias) and writes y: one pass. Saved: x and bias; backward recomputes the
 derivative, reads dy and x, writes dx, and sums dx's columns for the bias gradient in the same pass.
+With ``bias_added``, x holds the bias already: forward adds nothing, backward sums as ever. That is
+for a bias that a matrix product adds before it rounds; the product takes it detached.
 Arithmetic in float32 (float64 if an input is), one rounding at the store; sums in a fixed order.
 Activations: none, relu, gelu (exact, by erf), gelu_tanh, silu, tanh, sigmoid.
 """
@@ -24,6 +26,7 @@ from graphopt.kernels._pointwise import (
     check_floating,
     kernel_serves,
     own,
+    plus_bias,
     promoted,
     slope_times,
     sum_to_bias,
@@ -37,6 +40,7 @@ def bias_act_reference(
     bias: torch.Tensor | None,
     activation: str,
     *,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """activation(x + bias) in plain torch.
@@ -45,6 +49,7 @@ def bias_act_reference(
         x: [..., N], floating.
         bias: [N] or None.
         activation: one of ``_activations.NAMES``.
+        bias_added: x holds the bias already, and only the gradient of the bias is asked for.
         out_dtype: the result's dtype; None for the promotion of x's and bias's.
 
     Returns:
@@ -59,8 +64,7 @@ def bias_act_reference(
         tensor([0.0000, 2.5000])
     """
     _check_bias_act(x, bias, activation)
-    z = x.to(arithmetic(x, bias))
-    z = z if bias is None else z + bias
+    z = plus_bias(x.to(arithmetic(x, bias)), bias, bias_added)
     y = _activations.apply(z, activation).to(promoted(x, bias, out_dtype=out_dtype))
     return own(y, x)
 
@@ -70,15 +74,16 @@ def _bias_act_launch(
     bias: torch.Tensor | None,
     activation: str,
     *,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     result = promoted(x, bias, out_dtype=out_dtype)
     if not kernel_serves(x, bias):
-        return bias_act_reference(x, bias, activation, out_dtype=out_dtype)
+        return bias_act_reference(x, bias, activation, bias_added=bias_added, out_dtype=out_dtype)
     _check_bias_act(x, bias, activation)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.forward(x, bias, activation, result)
+    return triton_path.forward(x, None if bias_added else bias, activation, result)
 
 
 def _bias_act_fake(
@@ -86,6 +91,7 @@ def _bias_act_fake(
     bias: torch.Tensor | None,
     activation: str,
     *,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     _check_bias_act(x, bias, activation)
@@ -99,37 +105,52 @@ def _check_bias_act(x: torch.Tensor, bias: torch.Tensor | None, activation: str)
 
 
 def _bias_act_backward_reference(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, sum_bias: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx, the bias gradient in sum_dtype, of no element if that is None)."""
     z = x.to(arithmetic(x, bias, grad))
     z = z if bias is None else z + bias
     dz = slope_times(grad.to(z.dtype), z, activation)
     dbias = x.new_empty(0)
-    if bias is not None and sum_bias:
-        dbias = own(sum_to_bias(dz, bias.dtype), grad)
+    if sum_dtype is not None:
+        dbias = own(sum_to_bias(dz, sum_dtype), grad)
     return own(dz.to(x.dtype), grad), dbias
 
 
 def _bias_act_backward_launch(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, sum_bias: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not kernel_serves(grad, x, bias):
-        return _bias_act_backward_reference(grad, x, bias, activation, sum_bias)
+    if not kernel_serves(grad, x, bias) or sum_dtype == torch.float64:
+        return _bias_act_backward_reference(grad, x, bias, activation, sum_dtype)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.backward(grad, x, bias, activation, sum_bias)
+    return triton_path.backward(grad, x, bias, activation, sum_dtype)
 
 
 def _bias_act_backward_fake(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: str, sum_bias: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dbias = bias.new_empty(bias.shape) if bias is not None and sum_bias else x.new_empty(0)
+    dbias = x.new_empty(0)
+    if sum_dtype is not None:
+        dbias = x.new_empty(x.shape[-1], dtype=sum_dtype)
     return x.new_empty(x.shape), dbias
 
 
 _BIAS_ACT_BACKWARD = define(
-    "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str activation, bool sum_bias)"
-    " -> (Tensor, Tensor)",
+    "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str activation,"
+    " ScalarType? sum_dtype=None) -> (Tensor, Tensor)",
     launch=_bias_act_backward_launch,
     reference=_bias_act_backward_reference,
     fake=_bias_act_backward_fake,
@@ -137,21 +158,30 @@ _BIAS_ACT_BACKWARD = define(
 
 
 def _bias_act_forward_grad(
-    x: torch.Tensor, bias: torch.Tensor | None, activation: str, out_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], str]:
-    return invoke(_BIAS_ACT, x, bias, activation, out_dtype=out_dtype), (x, bias), activation
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    bias_added: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], tuple[Any, ...]]:
+    y = invoke(_BIAS_ACT, x, bias, activation, bias_added=bias_added, out_dtype=out_dtype)
+    dtype = None if bias is None else bias.dtype
+    return y, (x, None if bias_added else bias), (activation, dtype)
 
 
 def _bias_act_backward_grad(
-    saved: tuple[Any, ...], activation: str, needs: tuple[bool, ...], grads: tuple[Any, ...]
+    saved: tuple[Any, ...], kept: tuple[Any, ...], needs: tuple[bool, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    x, bias = saved
-    dx, dbias = invoke(_BIAS_ACT_BACKWARD, grads[0], x, bias, activation, needs[1])
-    return dx if needs[0] else None, dbias if needs[1] else None, None, None
+    activation, dtype = kept
+    dx, dbias = invoke(
+        _BIAS_ACT_BACKWARD, grads[0], *saved, activation, dtype if needs[1] else None
+    )
+    return dx if needs[0] else None, dbias if needs[1] else None, None, None, None
 
 
 _BIAS_ACT = define(
-    "bias_act(Tensor x, Tensor? bias, str activation, *, ScalarType? out_dtype=None) -> Tensor",
+    "bias_act(Tensor x, Tensor? bias, str activation, *, bool bias_added=False,"
+    " ScalarType? out_dtype=None) -> Tensor",
     launch=_bias_act_launch,
     reference=bias_act_reference,
     fake=_bias_act_fake,
@@ -167,11 +197,13 @@ def _bias_act_cost(
     bias: torch.Tensor | None,
     activation: str,
     *,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Cost:
     written = x.numel() * promoted(x, bias, out_dtype=out_dtype).itemsize
-    flops = x.numel() * (_FLOPS[activation] + (bias is not None))
-    return Cost(tensor_bytes(x, bias), written, flops)
+    added = None if bias_added else bias
+    flops = x.numel() * (_FLOPS[activation] + (added is not None))
+    return Cost(tensor_bytes(x, added), written, flops)
 
 
 def _bias_act_backward_cost(
@@ -179,6 +211,7 @@ def _bias_act_backward_cost(
     bias: torch.Tensor | None,
     activation: str,
     *,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Cost:
     read = x.numel() * promoted(x, bias, out_dtype=out_dtype).itemsize + tensor_bytes(x, bias)
@@ -193,6 +226,8 @@ def _bias_act_samples(device: torch.device) -> Iterator[Sample]:
         yield Sample((x, bias, activation))
     yield Sample((x.bfloat16(), None, "gelu"))
     yield Sample((x.bfloat16(), bias, "silu"), {"out_dtype": torch.bfloat16})
+    yield Sample((x, bias, "gelu"), {"bias_added": True})
+    yield Sample((x.bfloat16(), bias.bfloat16(), "relu"), {"bias_added": True})
     yield Sample((x[..., :17], bias[:17], "relu"))
 
 
@@ -280,7 +315,7 @@ def _softcap_backward_launch(grad: torch.Tensor, x: torch.Tensor, cap: float) ->
         return _softcap_backward_reference(grad, x, cap)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.backward(grad, x, None, "none", False, cap)[0]
+    return triton_path.backward(grad, x, None, "none", None, cap)[0]
 
 
 _SOFTCAP_BACKWARD = define(

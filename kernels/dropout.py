@@ -4,7 +4,8 @@ The mask is a function of (seed, site, row, column): made in forward, made again
 stored (``_philox.py``). Forward reads x (and bias, residual) and writes the result; backward reads
 dy and writes dx, summing its columns for the bias gradient on the way; the residual's gradient is
 dy itself. Saved: the seed. Arithmetic in float32 (float64 if an input is), one rounding at the
-store. A dropped value is multiplied by 0, as in eager: a dropped infinity is NaN.
+store. A dropped value is multiplied by 0, as in eager: a dropped infinity is NaN. With
+``bias_added``, x holds the bias already, and the bias only gets its gradient (see activation.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from graphopt.kernels._pointwise import (
     check_same_shape,
     kernel_serves,
     own,
+    plus_bias,
     promoted,
     sum_to_bias,
 )
@@ -148,6 +150,7 @@ def dropout_add_reference(
     site: int,
     *,
     bias: torch.Tensor | None = None,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Residual + dropout(x + bias) in plain torch.
@@ -159,6 +162,7 @@ def dropout_add_reference(
         seed: 0-d int64, as ``draw_seed`` gives it.
         site: which dropout of the forward.
         bias: [N] or None, added before the dropout.
+        bias_added: x holds the bias already, and only the gradient of the bias is asked for.
         out_dtype: the result's dtype; None for the promotion of x's, residual's and bias's.
 
     Returns:
@@ -174,8 +178,7 @@ def dropout_add_reference(
     """
     _check_add(x, residual, bias)
     math = arithmetic(x, residual, bias)
-    z = x.to(math)
-    z = z if bias is None else z + bias
+    z = plus_bias(x.to(math), bias, bias_added)
     factor = dropout_factor(x, p, seed, site, math)
     z = z if factor is None else z * factor
     return (residual.to(math) + z).to(promoted(x, residual, bias, out_dtype=out_dtype)).contiguous()
@@ -189,15 +192,19 @@ def _dropout_add_launch(
     site: int,
     *,
     bias: torch.Tensor | None = None,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     if not kernel_serves(x, residual, bias):
-        return dropout_add_reference(x, residual, p, seed, site, bias=bias, out_dtype=out_dtype)
+        return dropout_add_reference(
+            x, residual, p, seed, site, bias=bias, bias_added=bias_added, out_dtype=out_dtype
+        )
     _check_add(x, residual, bias)
     from graphopt.kernels import _dropout_triton as triton_path
 
     result = promoted(x, residual, bias, out_dtype=out_dtype)
-    return triton_path.forward(x, residual, bias, p, seed, site, result)
+    added = None if bias_added else bias
+    return triton_path.forward(x, residual, added, p, seed, site, result)
 
 
 def _dropout_add_fake(
@@ -208,6 +215,7 @@ def _dropout_add_fake(
     site: int,
     *,
     bias: torch.Tensor | None = None,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     _check_add(x, residual, bias)
@@ -284,9 +292,13 @@ def _dropout_add_forward_grad(
     seed: torch.Tensor,
     site: int,
     bias: torch.Tensor | None,
+    bias_added: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    y = invoke(_DROPOUT_ADD, x, residual, p, seed, site, bias=bias, out_dtype=out_dtype)
+    y = invoke(
+        _DROPOUT_ADD, x, residual, p, seed, site,
+        bias=bias, bias_added=bias_added, out_dtype=out_dtype,
+    )  # fmt: skip
     dtypes = (x.dtype, residual.dtype, None if bias is None else bias.dtype)
     return y, (seed,), (p, site, *dtypes)
 
@@ -312,12 +324,13 @@ def _dropout_add_backward_grad(
         None,
         dbias if needs[5] else None,
         None,
+        None,
     )
 
 
 _DROPOUT_ADD = define(
     "dropout_add(Tensor x, Tensor residual, float p, Tensor seed, int site, *,"
-    " Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor",
+    " Tensor? bias=None, bool bias_added=False, ScalarType? out_dtype=None) -> Tensor",
     launch=_dropout_add_launch,
     reference=dropout_add_reference,
     fake=_dropout_add_fake,
@@ -333,11 +346,13 @@ def _dropout_add_cost(
     site: int,
     *,
     bias: torch.Tensor | None = None,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Cost:
     written = x.numel() * promoted(x, residual, bias, out_dtype=out_dtype).itemsize
-    flops = x.numel() * (2 + (bias is not None) + _PHILOX_FLOPS)
-    return Cost(tensor_bytes(x, residual, bias), written, flops)
+    added = None if bias_added else bias
+    flops = x.numel() * (2 + (added is not None) + _PHILOX_FLOPS)
+    return Cost(tensor_bytes(x, residual, added), written, flops)
 
 
 def _dropout_add_backward_cost(
@@ -348,6 +363,7 @@ def _dropout_add_backward_cost(
     site: int,
     *,
     bias: torch.Tensor | None = None,
+    bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Cost:
     # The residual's gradient is dy itself, unless it is of another dtype.
@@ -366,6 +382,7 @@ def _dropout_add_samples(device: torch.device) -> Iterator[Sample]:
     for p in (0.0, 0.1, 1.0):
         yield Sample((x, residual, p, seed, 3))
         yield Sample((x, residual, p, seed, 3), {"bias": bias})
+    yield Sample((x, residual, 0.1, seed, 3), {"bias": bias, "bias_added": True})
     half = {"bias": bias[:17], "out_dtype": torch.bfloat16}
     yield Sample((x[..., :17].bfloat16(), residual[..., :17], 0.3, seed, 0), half)
 

@@ -1,4 +1,4 @@
-"""Bias and activation after a linear layer, in one pass; the bias's gradient comes with it."""
+"""The activation after a linear layer, in one pass; the bias's gradient comes with it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def bias_of_row(bias: torch.Tensor | None, out: torch.Tensor) -> str | None:
 
 @rule("fusion")
 def bias_act(x, w, b):
-    """activation(linear(x, w, b)): the activation adds the bias and sums its gradient."""
+    """activation(linear(x, w, b)): one pass each way, which also sums the bias's gradient."""
     return activation(widened(aten.linear.default(x, w, b)))
 
 
@@ -83,17 +83,23 @@ def _(m: Match) -> str | None:
 
 @bias_act.replace
 def _(m: Match) -> fx.Node:
-    h = product_without_bias(m)
+    h = product_of_held_bias(m)
     out = None if m.val.dtype == h.meta["val"].dtype else m.val.dtype
     name = activation_name(m.root)
-    return m.call(graphopt.bias_act.default, h, m.b, name, out_dtype=out)
+    return m.call(graphopt.bias_act.default, h, m.b, name, bias_added=True, out_dtype=out)
 
 
-def product_without_bias(m: Match) -> fx.Node:
-    """Emit the matched linear or addmm again without its bias, in the shape that it is read."""
+def product_of_held_bias(m: Match) -> fx.Node:
+    """Emit the matched linear or addmm again with its bias detached, in the shape that it is read.
+
+    The product adds the bias before it rounds, as in eager: added to a product that was rounded to
+    low precision, a bias that cancels it leaves the rounding error. The gradient comes from the
+    kernel that reads the result.
+    """
+    bias = m.call(aten.detach.default, m.b)
     if any(n.target is aten.linear.default for n in m.nodes):
-        return m.call(aten.linear.default, m.x, m.w)
-    product = m.call(aten.mm.default, m.x, m.w)
+        return m.call(aten.linear.default, m.x, m.w, bias)
+    product = m.call(aten.addmm.default, bias, m.x, m.w)
     return m.call(aten.view.default, product, m.shape) if "shape" in m.captures else product
 
 

@@ -1,4 +1,4 @@
-"""Dropout and the residual addition after it, with the bias before it, in one pass."""
+"""Dropout and the residual addition after it, in one pass; the bias's gradient comes with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from graphopt.passes.base import same_shape
-from graphopt.passes.fusion.activation import bias_of_row, product_without_bias
+from graphopt.passes.fusion.activation import bias_of_row, product_of_held_bias
 from graphopt.passes.rule import Match, Spelling, rule
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ graphopt = torch.ops.graphopt
 
 @rule("fusion")
 def dropout_add(h, residual, p, seed, site):
-    """Residual + dropout(x), and the bias of the linear layer before it, in one pass."""
+    """Residual + dropout(x) in one pass, which sums the gradient of a linear layer's bias."""
     return aten.add.Tensor(graphopt.dropout.default(h, p, seed, site), residual)
 
 
@@ -52,7 +52,7 @@ def _(m: Match) -> str | None:
 @dropout_add.replace
 def _(m: Match) -> fx.Node:
     biased = "b" in m.captures
-    x = product_without_bias(m) if biased else m.h
+    x = product_of_held_bias(m) if biased else m.h
     return m.call(
         graphopt.dropout_add.default,
         x,
@@ -61,6 +61,7 @@ def _(m: Match) -> fx.Node:
         m.seed,
         m.site,
         bias=m.b if biased else None,
+        bias_added=True if biased else None,
         out_dtype=_wider(m, x),
     )
 
