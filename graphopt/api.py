@@ -49,6 +49,8 @@ class PassCompiler:
     options: PassOptions = dataclasses.field(default_factory=PassOptions)
     overrides: tuple[tuple[str, torch.dtype], ...] = ()
     memory: MemoryOptions | None = None
+    limits: dict[str, int] = dataclasses.field(default_factory=dict, compare=False)
+    """The largest budget in bytes so far, which a budget that is a fraction came to."""
 
     def __call__(self, body: Body) -> Compiled:
         """Run the passes over one captured body."""
@@ -61,7 +63,7 @@ class PassCompiler:
         if self.memory is None or (most is not None and done >= most):
             return Compiled(result.body, result)
         with progress("memory plan"), Timer() as timer:
-            planned = self.memory.planned(result.body, done)
+            planned = self.memory.planned(result.body, done, self.limits)
         lint.check(planned.body, "memory plan", skip=("no dead nodes",))
         stage = Stage(
             "memory plan", len(planned.body.graph.nodes), len(planned.rewrites), timer.seconds

@@ -154,9 +154,9 @@ class MemoryOptions:
     loss_fn: LossFn | None = None
     resident_bytes: int = 0
 
-    def planned(self, body: Body, offset: int = 0) -> Planned:
+    def planned(self, body: Body, offset: int = 0, limits: dict[str, int] | None = None) -> Planned:
         """Plan a body; see `plan`."""
-        return plan(body, self, offset=offset)
+        return plan(body, self, offset=offset, limits=limits)
 
 
 def check_memory(
@@ -216,15 +216,24 @@ class Planned:
     rewrites: tuple[RewriteRecord, ...] = ()
 
 
-def plan(body: Body, options: MemoryOptions, *, offset: int = 0) -> Planned:
+def plan(
+    body: Body,
+    options: MemoryOptions,
+    *,
+    offset: int = 0,
+    limits: dict[str, int] | None = None,
+) -> Planned:
     """Plan a body so that its predicted peak stays within a budget, in the least extra time.
 
-    A body that was captured without gradients is only checked: nothing waits for a backward in it.
+    A body that was captured without gradients is only checked, and not against a fraction of its
+    own peak: nothing waits for a backward in it, so nothing brings that down.
 
     Args:
         body: a body after the passes; it stays as it is.
         options: the budget or the segments, and what else the prediction is to know.
         offset: the ordinal of the first rewrite that is recorded.
+        limits: of the module's graphs so far; a fraction is one of the largest of their peaks, so
+            that a smaller last batch, or a graph of another mode, has the same room. Added to.
 
     Raises:
         BudgetError: where no plan keeps the budget.
@@ -235,6 +244,8 @@ def plan(body: Body, options: MemoryOptions, *, offset: int = 0) -> Planned:
         return asked.in_segments(options.segments, plain)
     budget = options.budget or Budget(fraction=1.0)
     limit = budget.bytes_of(plain.peak_bytes)
+    if budget.fraction is not None:
+        limit = max(limit, (limits or {}).get("bytes", 0)) if body.grad else plain.peak_bytes
     if plain.peak_bytes <= limit:
         return Planned(body, asked.described(str(budget), limit, plain, plain))
     if not body.grad:
@@ -247,6 +258,8 @@ def plan(body: Body, options: MemoryOptions, *, offset: int = 0) -> Planned:
         raise unreachable(budget, limit, lowest.peak_bytes, plain.peak_bytes, lowest.live)
     chosen = problem.recomputes(found.point.dropped)
     curve = problem.curve(points)
+    if limits is not None:
+        limits["bytes"] = max(limit, limits.get("bytes", 0))
     described = asked.described(
         str(budget), limit, plain, lowest, chosen, curve, problem.forward_ms
     )

@@ -135,8 +135,8 @@ def test_without_gradients_the_prediction_alone_is_checked(ids):
 def test_other_shapes_are_planned_anew(ids):
     opt = graphopt.optimize(Model(), ids, memory_budget=0.7, dynamic=False)
     first = opt.memory_plan
-    opt(ids[:6])
-    assert opt.memory_plan.budget_bytes < first.budget_bytes
+    opt(ids.repeat(2, 1))
+    assert opt.memory_plan.budget_bytes > first.budget_bytes
     assert opt.memory_plan.recompute
 
 
@@ -212,3 +212,13 @@ def test_a_plan_tells_what_it_does(ids):
     report = graphopt.report(opt)
     assert "How the memory budget is kept" in report.text()
     assert report.to_dict()["memory"]["budget"] == "0.6"
+
+
+def test_a_fraction_is_one_of_the_largest_graph(ids):
+    opt = graphopt.optimize(Model(), ids, memory_budget=0.6, dynamic=False)
+    limit = opt.memory_plan.budget_bytes
+    opt(ids[:1])  # a last batch that could not be brought down to 0.6 of its own peak
+    assert opt.memory_plan.budget_bytes == limit
+    with torch.no_grad():
+        opt(ids)  # where a fraction says nothing
+    assert opt.memory_plan.recompute == ()
