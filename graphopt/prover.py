@@ -12,7 +12,8 @@ from torch import fx
 
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord, Site
-from graphopt.numerics import Comparison, compare, may_be_luck, nudged, settle
+from graphopt.luck import may_be_luck, nudged, nudged_double, nudged_state, settle
+from graphopt.numerics import Comparison, compare
 from graphopt.replay import (
     State,
     Watch,
@@ -25,24 +26,25 @@ from graphopt.replay import (
     run,
     without_dropout,
 )
+from graphopt.runs import Runs, Verdict
 from graphopt.step import Step, step, where_they_part
 from graphopt.verdict import Check
 
-AGREEMENT = 1e-9
-"""Greatest relative L2 difference, in float64, between a subgraph and what replaced it."""
-
 DRAWS = 8
 """How many draws of inputs and upstream gradients settle what is a little off in the first."""
-
-Verdict = tuple[str, str, "float | None", "Comparison | None"]
-"""Status, reason, agreement in float64, comparison."""
 
 
 class Prover:
     """Runs graphs of one body on one set of inputs and collects the verdicts."""
 
     def __init__(
-        self, body: Body, optimized: Body, inputs: list[Any], backward: bool, seed: int
+        self,
+        body: Body,
+        optimized: Body,
+        inputs: list[Any],
+        backward: bool,
+        seed: int,
+        checked: Callable[[Check], None] = lambda check: None,
     ) -> None:
         self.body = body
         self.optimized = optimized
@@ -52,6 +54,7 @@ class Prover:
         self.backward = backward
         self.seed = seed
         self.ambient = bool(body.autocast)
+        self.checked = checked  # told of each verdict on a rewrite
         self.checks: list[Check] = []
         self.notes: list[str] = []
         self._seen: collections.OrderedDict[tuple[Any, ...], Step] = collections.OrderedDict()
@@ -90,7 +93,7 @@ class Prover:
             before, after = record.reference, record.replacement
             if drops_unseeded(before) or drops_unseeded(after):
                 before, after = self._at_rest(record, before, after)
-            steps = _Steps.of(
+            steps = Runs.of(
                 before,
                 after,
                 self.attribute,
@@ -105,11 +108,11 @@ class Prover:
             if comparison.passed and steps.strided is not None:
                 steps.optimized = steps.strided
                 comparison = steps.compare(mean_counts=False, precision=precision)
-            found = steps.verdict(self._changed_dropout(record), comparison)
+            found = self._judged(steps, self._changed_dropout(record), comparison)
         except Exception as error:  # whatever an op raises is told in the verdict
             self._unchecked(record, f"it failed to run alone: {_first_line(error)}")
             return ()
-        self.checks.append(_check_of(record, *found))
+        self._add(_check_of(record, found))
         return tuple(steps.eager.tensors.get(f"output/{i}") for i in range(len(record.outputs)))
 
     # -- whole graphs ----------------------------------------------------------------------------
@@ -124,24 +127,34 @@ class Prover:
             before, after = self._at_rest(record, record.reference, record.replacement)
             ambient = (self.ambient, self.ambient and not writes_autocast)
             found = self._verdict(before, after, ambient, self._changed_dropout(record))
-            self.checks.append(_check_of(record, *found))
+            self._add(_check_of(record, found))
         except Exception as error:  # whatever an op raises is told in the verdict
             self._unchecked(record, f"a whole graph failed to run: {_first_line(error)}")
         self.ambient = self.ambient and not writes_autocast
 
     def check_whole(self) -> Check:
         """Check the captured graph against the optimized one."""
-        found: Verdict
         try:
             before, after = map(without_dropout, (self.body.graph, self.optimized.graph))
             ambient = (bool(self.body.autocast), self.ambient)
             found = self._verdict(before, after, ambient, None)
-            if found[0] == "wrong" and not any(c.status == "wrong" for c in self.checks):
+            if found.status == "wrong" and not any(c.status == "wrong" for c in self.checks):
                 part = self._part(before, after, ambient)
-                found = (found[0], f"{found[1]}; {part}" if part else found[1], *found[2:])
+                reason = f"{found.reason}; {part}" if part else found.reason
+                found = dataclasses.replace(found, reason=reason)
         except Exception as error:  # whatever an op raises is told in the verdict
-            found = ("unchecked", f"failed to run: {_first_line(error)}", None, None)
-        return Check(-1, "the whole step", "", "whole", Site(), *found)
+            found = Verdict("unchecked", f"failed to run: {_first_line(error)}")
+        return Check(
+            -1,
+            "the whole step",
+            "",
+            "whole",
+            Site(),
+            found.status,
+            found.reason,
+            found.agreement,
+            found.comparison,
+        )
 
     def _verdict(
         self, before: fx.Graph, after: fx.Graph, ambient: tuple[bool, bool], broken: str | None
@@ -152,7 +165,16 @@ class Prover:
         if may_be_luck(comparison):
             draws = [self._draw(before, after, ambient, k) for k in range(1, DRAWS)]
             comparison = settle(comparison, draws)
-        return steps.verdict(broken, comparison)
+        return self._judged(steps, broken, comparison)
+
+    def _judged(self, steps: Runs, broken: str | None, comparison: Comparison) -> Verdict:
+        """The verdict, with a note on what is nothing but rounding."""
+        found = steps.verdict(broken, comparison)
+        for name in found.rounding:
+            note = f"{name}: nothing but rounding, values moved by two roundings change it as much"
+            if note not in self.notes:
+                self.notes.append(note)
+        return found
 
     def _draw(
         self, before: fx.Graph, after: fx.Graph, ambient: tuple[bool, bool], number: int
@@ -180,12 +202,25 @@ class Prover:
 
         return where_they_part(before, after, run_one)
 
-    def _steps(self, before: fx.Graph, after: fx.Graph, *ambient: bool) -> _Steps:
+    def _steps(self, before: fx.Graph, after: fx.Graph, *ambient: bool) -> Runs:
         """The runs of two whole graphs; `ambient` says which run under the ambient autocast."""
         eager, optimized = self._step(before, ambient[0]), self._step(after, ambient[1])
         eager64, optimized64 = self._step(before, None), self._step(after, None)
-        steps = _Steps(eager, optimized, eager64, eager64, optimized64)
         constants = [constant_values(g, self.attribute) for g in (before, after)]
+
+        def moved64() -> Step:
+            inputs = [nudged_double(v, self.seed + i) for i, v in enumerate(self.inputs)]
+            return self._run(
+                before,
+                None,
+                eager,
+                self.seed,
+                constants[0] or None,
+                inputs=inputs,
+                state=nudged_state(self.attribute, self.seed),
+            )
+
+        steps = Runs(eager, optimized, eager64, eager64, optimized64, moved64)
         if any(constants):
             steps.agree64, steps.optimized64 = (
                 self._step(g, None, c) for g, c in zip((before, after), constants, strict=True)
@@ -218,10 +253,11 @@ class Prover:
         given: Mapping[str, Any] | None = None,
         inside: Collection[str] = (),
         inputs: Sequence[Any] | None = None,
+        state: Callable[[str], Any] | None = None,
     ) -> Step:
         return step(
             graph,
-            self.attribute,
+            self.attribute if state is None else state,
             self.inputs if inputs is None else inputs,
             self.names,
             backward=self.backward,
@@ -257,93 +293,11 @@ class Prover:
         )
 
     def _unchecked(self, record: RewriteRecord, reason: str) -> None:
-        self.checks.append(_check_of(record, "unchecked", reason, None, None))
+        self._add(_check_of(record, Verdict("unchecked", reason)))
 
-
-@dataclasses.dataclass
-class _Steps:
-    """The runs that a verdict rests on.
-
-    `eager64` is the truth that errors are measured against; `agree64` and `optimized64` must agree.
-    The two differ where constants are folded: there agreement asks for equal constants. `strided`
-    is the optimized run with its upstream gradients in another memory layout.
-    """
-
-    eager: Step
-    optimized: Step
-    eager64: Step
-    agree64: Step
-    optimized64: Step
-    strided: Step | None = None
-
-    @staticmethod
-    def of(
-        before: fx.Graph,
-        after: fx.Graph,
-        attribute: Callable[[str], Any],
-        values: Sequence[Any],
-        names: Sequence[str],
-        backward: bool,
-        seed: int,
-        needs_grad: Sequence[bool],
-    ) -> _Steps:
-        """Run two small graphs on given values; the first one's random numbers serve all."""
-
-        def go(graph: fx.Graph, double: bool, like: Step | None, strided: bool = False) -> Step:
-            return step(
-                graph,
-                attribute,
-                values,
-                names,
-                backward=backward,
-                double=double,
-                like=like,
-                seed=seed,
-                needs_grad=needs_grad,
-                strided=strided,
-            )
-
-        eager = go(before, False, None)
-        optimized, eager64 = go(after, False, eager), go(before, True, eager)
-        strided = go(after, False, eager, strided=True) if backward else None
-        return _Steps(eager, optimized, eager64, eager64, go(after, True, eager), strided)
-
-    def compare(
-        self, *, mean_counts: bool = True, precision: torch.dtype | None = None
-    ) -> Comparison:
-        """The errors of the two beside each other."""
-        return compare(
-            self.eager.tensors,
-            self.optimized.tensors,
-            self.eager64.tensors,
-            mean_counts=mean_counts,
-            precision=precision,
-        )
-
-    def verdict(self, broken: str | None, comparison: Comparison) -> Verdict:
-        """Status, reason, agreement in float64, and the comparison by the contract."""
-        agreement, where = _agreement(self.agree64.tensors, self.optimized64.tensors)
-        reasons = [broken] if broken else []
-        if not agreement <= AGREEMENT:
-            reasons.append(
-                f"in float64 {where} differs by {agreement:.1e} from what was replaced, "
-                f"at most {AGREEMENT:.0e} allowed"
-            )
-        reasons.extend(comparison.reasons)
-        return ("wrong" if reasons else "right"), "; ".join(reasons[:3]), agreement, comparison
-
-
-def _agreement(
-    before: Mapping[str, torch.Tensor | None], after: Mapping[str, torch.Tensor | None]
-) -> tuple[float, str]:
-    """Greatest relative difference of two float64 runs, and the tensor where it stands."""
-    found = compare(before, after, before, mean_counts=False)
-    worst, name = 0.0, ""
-    for t in found.tensors:
-        far = t.difference if t.passed or t.optimized > 0 else float("inf")
-        if far > worst:
-            worst, name = far, t.name
-    return worst, name
+    def _add(self, check: Check) -> None:
+        self.checks.append(check)
+        self.checked(check)
 
 
 class _Values:
@@ -413,23 +367,17 @@ class _Values:
         self.waiting.clear()
 
 
-def _check_of(
-    record: RewriteRecord,
-    status: str,
-    reason: str,
-    agreement: float | None,
-    comparison: Comparison | None,
-) -> Check:
+def _check_of(record: RewriteRecord, found: Verdict) -> Check:
     return Check(
         record.ordinal,
         record.rule,
         record.pass_name,
         record.kind,
         record.site,
-        status,
-        reason,
-        agreement,
-        comparison,
+        found.status,
+        found.reason,
+        found.agreement,
+        found.comparison,
     )
 
 

@@ -23,7 +23,14 @@ from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord
 from graphopt.module import GraphoptModule, Settings
 from graphopt.numerics import compare
-from graphopt.passes import PipelineResult, Rule, all_rules, select_rules
+from graphopt.passes import (
+    OPTIONAL_PASSES,
+    PipelineResult,
+    Rule,
+    all_rules,
+    select_passes,
+    select_rules,
+)
 from graphopt.precision import lowered
 from graphopt.prover import Prover
 from graphopt.replay import SEED, as_leaf, forked_rng, without_dropout
@@ -81,6 +88,8 @@ def without_rules(spec: Any, names: Sequence[str]) -> tuple[str | Rule, ...]:
     chosen = {r.name: r for r in select_rules(spec) if r.name not in names}
     known = {r.name: r for r in all_rules()}
     minus = [f"-{name}" for name, r in known.items() if chosen.get(name) is not r]
+    passes = set(select_passes(spec)) - set(names)
+    minus += [f"-{name}" for name in OPTIONAL_PASSES if name not in passes]
     return ("default", *minus, *(r for n, r in chosen.items() if n not in known))
 
 
@@ -124,7 +133,7 @@ class ContractJudge:
 
     def pipeline(self, limit: int | None, without: Sequence[str]) -> PipelineResult:
         """The passes over the captured graph."""
-        result: PipelineResult = limited(self.compiler, limit, without)(_fresh(self.body)).result
+        result: PipelineResult = limited(self.compiler, limit, without)(self.body).result
         return result
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
@@ -224,11 +233,6 @@ def _gradients(
     )
 
 
-def _fresh(body: Body) -> Body:
-    """A captured body with constants of its own: passes add to them."""
-    return dataclasses.replace(body, constants=dict(body.constants))
-
-
 class _KeepingStore(GraphStore):
     """Graphs of one run, from the captures that earlier runs made.
 
@@ -243,9 +247,8 @@ class _KeepingStore(GraphStore):
         place = (key, frozenset(self._symbolic(key, family)))
         known = self.kept.get(place)
         if known is not None:
-            found = dataclasses.replace(known, body=_fresh(known.body))
-            compiled = self.compile_body(found.body)
-            entry = Entry(found, compiled, key, type(self.source).__name__)
+            compiled = self.compile_body(known.body)
+            entry = Entry(known, compiled, key, type(self.source).__name__)
             if entry.state() is not None:  # the module's state is as it was at the capture
                 return entry
         entry = super()._capture(key, family, args, kwargs)

@@ -12,12 +12,13 @@ The model is not touched: its parameters are read, never written, and generators
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord
-from graphopt.prover import AGREEMENT, Prover
+from graphopt.numerics import AGREEMENT
+from graphopt.prover import Prover
 from graphopt.replay import SEED
 from graphopt.verdict import Check, VerifyResult
 
@@ -32,6 +33,7 @@ def verify_body(
     *,
     backward: bool | None = None,
     seed: int = SEED,
+    say: Callable[[str], None] = lambda text: None,
 ) -> VerifyResult:
     """Check every record of a pipeline run, and the whole graph before and after.
 
@@ -42,12 +44,19 @@ def verify_body(
         inputs: one value per placeholder of the body.
         backward: whether gradients are compared too; as the body was captured when None.
         seed: for dropout seeds, generators and the upstream gradients.
+        say: takes the progress, "3 of 12 rewrites", one text at a time.
 
     Returns:
         The verdicts; call `.check()` to raise on a bad one.
     """
     backward = captured.grad if backward is None else backward
-    prover = Prover(captured, optimized, list(inputs), backward, seed)
+    count = f"of {len(records)} rewrites"
+    say(f"0 {count}")
+
+    def checked(check: Check) -> None:
+        say(f"{len(prover.checks)} {count}")
+
+    prover = Prover(captured, optimized, list(inputs), backward, seed, checked)
     graph, pending = captured.graph, list[RewriteRecord]()
     for record in sorted(records, key=lambda r: r.ordinal):
         if record.kind == "local":
@@ -57,6 +66,7 @@ def verify_body(
         prover.check_global(record)
         graph, pending = record.replacement or graph, []
     prover.check_local(graph, pending)
+    say("the whole step")
     whole = prover.check_whole()
     checks = sorted(prover.checks, key=lambda c: c.ordinal)
     return VerifyResult(tuple(checks), whole, tuple(prover.notes))

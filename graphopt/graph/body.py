@@ -85,8 +85,12 @@ class Body:
         return value
 
     def copy(self) -> Body:
-        """The same body over a copy of its graph (nodes and names new, metadata shared)."""
-        return dataclasses.replace(self, graph=copy_graph(self.graph))
+        """The same body over copies of its graph and of its table of constants.
+
+        Nodes are new; names, metadata and the constants themselves are shared.
+        """
+        constants = dict(self.constants)  # passes add to it
+        return dataclasses.replace(self, graph=copy_graph(self.graph), constants=constants)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

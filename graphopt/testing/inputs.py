@@ -8,7 +8,7 @@ import torch
 
 from graphopt.capture import signature as sig
 from graphopt.graph.float64 import DOUBLE
-from graphopt.numerics import nudged
+from graphopt.luck import nudged
 
 
 def copy_arguments(

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphOptError
+from graphopt.luck import may_be_luck, settle
 from graphopt.module import graphopt_of
-from graphopt.numerics import Comparison, may_be_luck, settle
+from graphopt.numerics import Comparison
 from graphopt.testing.atrest import graph_at_rest
 from graphopt.testing.failure import Finding, facts_differ, first_tensor
 from graphopt.testing.inputs import copy_arguments

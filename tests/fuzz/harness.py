@@ -17,10 +17,10 @@ from twins import Pair, Run, Scenario, same_memory
 import graphopt
 from graphopt import prover
 from graphopt.graph import lint
+from graphopt.luck import only_mean_failed
 from graphopt.module import GraphoptModule
-from graphopt.numerics import Comparison, compare, only_mean_failed
+from graphopt.numerics import AGREEMENT, Comparison, compare
 from graphopt.passes.fusion import linear as linear_rules
-from graphopt.prover import AGREEMENT
 from graphopt.replay import dropout_arguments
 from graphopt.testing.programs import Program, minimize, random_program
 from graphopt.verdict import Check, VerifyResult

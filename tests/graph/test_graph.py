@@ -149,6 +149,13 @@ def test_a_copy_has_the_same_names_and_values():
     assert [n.name for n in copy_graph(body.graph).nodes] == [n.name for n in body.graph.nodes]
 
 
+def test_what_is_added_to_the_constants_of_a_copy_is_its_own():
+    body = block()
+    before = dict(body.constants)
+    body.copy().constants["c9"] = torch.zeros(1)
+    assert body.constants == before
+
+
 class Small(nn.Module):
     def __init__(self):
         super().__init__()

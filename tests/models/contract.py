@@ -9,8 +9,9 @@ from torch import nn
 
 import graphopt
 from graphopt.capture.signature import flatten
+from graphopt.luck import only_mean_failed, pool
 from graphopt.module import GraphoptModule
-from graphopt.numerics import Comparison, compare, only_mean_failed, pool
+from graphopt.numerics import Comparison, compare
 from graphopt.replay import dropout_arguments
 from graphopt.step import Step, step
 

@@ -38,8 +38,9 @@ from torch import nn
 from zoo import Inputs
 
 import graphopt
+from graphopt.luck import only_mean_failed, pool
 from graphopt.module import GraphoptModule
-from graphopt.numerics import Comparison, only_mean_failed, pool
+from graphopt.numerics import Comparison
 
 APART = 1e-3
 """Eager's own relative error in float32, above which the captured graph is another program."""

@@ -16,7 +16,8 @@ from sweep import MARKS, Result, _apart, _over_many, into, sweep, table
 from torch import nn
 from zoo import Entry
 
-from graphopt.numerics import Comparison, compare, only_mean_failed
+from graphopt.luck import only_mean_failed
+from graphopt.numerics import Comparison, compare
 
 FIRST = [a.name for a in ARCHITECTURES if a.first]
 REST = [a.name for a in ARCHITECTURES if not a.first]

@@ -202,7 +202,7 @@ def test_a_folded_constant_agrees_although_it_is_rounded(make_body: MakeBody) ->
     body = make_body(Table(), torch.randn(8, 16))
     work = body.copy()
     cos = next(n for n in work.graph.nodes if n.target is aten.cos.default)
-    body.constants["c0"] = torch.cos(torch.arange(16, dtype=torch.float32) * 0.37)
+    work.constants["c0"] = torch.cos(torch.arange(16, dtype=torch.float32) * 0.37)
     with work.graph.inserting_before(cos):
         new = work.graph.create_node("get_attr", "_graphopt_constants.c0")
     new.meta = dict(cos.meta)
@@ -210,7 +210,7 @@ def test_a_folded_constant_agrees_although_it_is_rounded(make_body: MakeBody) ->
     work.graph.eliminate_dead_code()
     record = whole_record(body.graph, work.graph)
     assert verify_body(body, work, [record], [torch.randn(8, 16)]).passed
-    body.constants["c0"][3] *= 1 + 1e-6
+    work.constants["c0"][3] *= 1 + 1e-6
     assert not verify_body(body, work, [record], [torch.randn(8, 16)]).passed
 
 
@@ -357,3 +357,67 @@ def test_a_rewrite_behind_a_copy_that_a_view_needed_is_checked() -> None:
     opt = graphopt.optimize(Heads(), torch.randn(3, 6, 16))
     assert "cast_before_view" in [record.rule for record in opt.rewrites]
     assert not graphopt.verify(opt, torch.randn(3, 6, 16)).unchecked
+
+
+class Zeros(nn.Module):
+    """Every gradient is zero in truth: a norm takes away the one direction that the sum has."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(self.linear(x).sin(), (8,)).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_that_are_zero_in_truth_are_told_from_wrong_ones(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 8, dtype=dtype)
+    opt = graphopt.optimize(Zeros(dtype), x)
+    result = graphopt.verify(opt, x)
+    assert result.passed, result
+    assert any("nothing but rounding" in note for note in result.notes)
+
+
+def test_what_should_be_zero_and_is_not_is_wrong(make_body: MakeBody) -> None:
+    body = make_body(Zeros(torch.float32), torch.randn(64, 8))
+    work = body.copy()
+    total = next(n for n in work.graph.nodes if n.target is aten.sum.dim_IntList)
+    with work.graph.inserting_before(total):
+        (norm,) = total.all_input_nodes
+        new = work.graph.call_function(aten.mul.Tensor, (norm, norm))
+        new = work.graph.call_function(aten.mul.Tensor, (new, 1e-9))
+        new = work.graph.call_function(aten.add.Tensor, (norm, new))
+    total.replace_input_with(norm, new)
+    result = verify_body(body, work, [], [torch.randn(64, 8)])
+    assert "in float64" in result.whole.reason
+    assert not any("grad/linear.weight" in note for note in result.notes)
+
+
+def test_float64_needs_only_agree() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).double()
+    x = torch.randn(512, 8, dtype=torch.float64)
+    opt = graphopt.optimize(nn.Sequential(model), x)
+    result = graphopt.verify(opt, x)
+    assert result.passed, result
+    assert result.whole.comparison is not None
+    assert result.whole.comparison.geometric_mean == 1.0
+
+
+def test_results_made_of_constants_alone() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            table = torch.arange(16, dtype=torch.float32) * 0.37
+            return x.relu(), table.cos(), table.sin().bfloat16(), torch.ones(3) * 0.1
+
+    x = torch.randn(4, 16)
+    assert graphopt.verify(graphopt.optimize(Model(), x), x).passed
+
+
+def test_progress_counts_the_rewrites(make_body: MakeBody) -> None:
+    body = make_body(Norms(), torch.randn(8, 16))
+    work, records = rms_records(body, (1e-5, 1e-5))
+    said: list[str] = []
+    verify_body(body, work, records, [torch.randn(8, 16)], say=said.append)
+    assert said == ["0 of 2 rewrites", "1 of 2 rewrites", "2 of 2 rewrites", "the whole step"]
