@@ -11,9 +11,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 import warnings
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,19 +41,31 @@ def lowered(model: nn.Module, precision: str | None) -> AbstractContextManager[A
 
     Returns:
         `torch.autocast` of the model's device; nothing without a precision, where an autocast is
-        on already, and with "auto" for a model that is in low precision itself.
+        on already, and with "auto" for a model most of which is in low precision itself.
     """
     if precision is None or any(map(torch.is_autocast_enabled, _DEVICES)):
         return contextlib.nullcontext()
-    first = _first_floating((*model.parameters(), *model.buffers()))
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    first = next((t for t in tensors if t.is_floating_point()), None)
     kind = "cpu" if first is None else first.device.type
-    if precision == "auto" and first is not None and first.dtype in LOW.values():
-        return contextlib.nullcontext()
-    return torch.autocast(kind, LOW[_resolved(kind) if precision == "auto" else precision])
+    dtype = _own_choice(model, kind) if precision == "auto" else LOW[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
-def _first_floating(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    return next((t for t in tensors if t.is_floating_point()), None)
+def _own_choice(model: nn.Module, kind: str) -> torch.dtype | None:
+    """The low precision that "auto" means for a model on a device; None for none.
+
+    A model most of which is in low precision stays as it is; one with a part in low precision
+    gets that for the rest, so that no part is converted.
+    """
+    sizes: collections.Counter[torch.dtype] = collections.Counter()
+    for t in itertools.chain(model.parameters(), model.buffers()):
+        if t.is_floating_point():
+            sizes[t.dtype] += t.numel()
+    low = [dtype for dtype in LOW.values() if sizes[dtype]]
+    if len(low) > 1 or 2 * sum(sizes[d] for d in low) > sizes.total():
+        return None
+    return low[0] if low else LOW[_resolved(kind)]
 
 
 @functools.cache
@@ -147,7 +159,7 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         if node.op != "call_function" or not isinstance(first, torch.Tensor):
             continue
         if str(node.target) == "graphopt.cast_weights.default":
-            casts += [_cast(node, s, v) for s, v in zip(node.args[0], val, strict=True)]
+            casts += [_cast(node, s, s.meta["val"].numel(), first.dtype) for s in node.args[0]]
             continue
         if node.target is operator.getitem:
             continue
@@ -156,7 +168,7 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         dtype, name = _short(first.dtype), ops.op_name(node.target)
         if node.target is torch.ops.aten.to.dtype:
             if node.meta.get("graphopt_rule") == "materialize_autocast":
-                casts.append(_cast(node, node.all_input_nodes[0], first))
+                casts.append(_cast(node, node.all_input_nodes[0], first.numel(), first.dtype))
             continue
         found[name, dtype] += 1
         if "graphopt_precision" in node.meta:
@@ -170,11 +182,11 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
     )
 
 
-def _cast(node: fx.Node, source: fx.Node, val: torch.Tensor) -> Cast:
-    moved = concrete(val.numel()) * (val.element_size() + source.meta["val"].element_size())
+def _cast(node: fx.Node, source: fx.Node, count: Any, dtype: torch.dtype) -> Cast:
+    moved = concrete(count) * (dtype.itemsize + source.meta["val"].element_size())
     weight = source.op == "get_attr"
     label = str(source.target) if weight else source.name
-    return Cast(node.name, label, site_of(node).module, weight, _short(val.dtype), moved)
+    return Cast(node.name, label, site_of(node).module, weight, _short(dtype), moved)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -23,6 +23,8 @@ from graphopt.passes.apply import ApplyRules
 from graphopt.passes.base import Log, Pass, Timer
 from graphopt.passes.casts import PlaceCasts
 from graphopt.passes.clean import Clean
+from graphopt.passes.merge import NAME as MERGE
+from graphopt.passes.merge import MergeLinear
 from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
 from graphopt.passes.strides import KeepOutputStrides
@@ -103,6 +105,10 @@ def all_rules() -> list[Rule]:
     return sorted(REGISTRY.values(), key=lambda r: order.get(r.module, len(order)))
 
 
+OPTIONAL_PASSES = (MERGE,)
+"""Passes that `rules=` names as it names rules."""
+
+
 def select_rules(spec: str | Rule | Iterable[str | Rule]) -> list[Rule]:
     """The rules that a `rules=` argument names.
 
@@ -116,13 +122,35 @@ def select_rules(spec: str | Rule | Iterable[str | Rule]) -> list[Rule]:
         >>> "rope" in [r.name for r in select_rules("default,-rope")]
         False
     """
-    known = {r.name: r for r in all_rules()}
+    return [r for r in _selected(spec).values() if isinstance(r, Rule)]
+
+
+def select_passes(spec: str | Rule | Iterable[str | Rule]) -> list[str]:
+    """The passes among `OPTIONAL_PASSES` that a `rules=` argument names.
+
+    Args:
+        spec: see `PassOptions.rules`.
+
+    Raises:
+        OptionError: as `select_rules`.
+
+    Example:
+        >>> select_passes("default"), select_passes("default,-merge_linear")
+        (['merge_linear'], [])
+    """
+    return [name for name, r in _selected(spec).items() if not isinstance(r, Rule)]
+
+
+def _selected(spec: str | Rule | Iterable[str | Rule]) -> dict[str, Rule | None]:
+    """What a `rules=` argument names: rules, and None for a pass."""
+    rules = {r.name: r for r in all_rules()}
+    known: dict[str, Rule | None] = {**rules, **dict.fromkeys(OPTIONAL_PASSES)}
     items: list[str | Rule] = []
     for part in [spec] if isinstance(spec, (str, Rule)) else _iterated(spec):
         items += (
             [p.strip() for p in part.split(",") if p.strip()] if isinstance(part, str) else [part]
         )
-    chosen: dict[str, Rule] = {}
+    chosen: dict[str, Rule | None] = {}
     if items and all(isinstance(i, Rule) or i.startswith("-") for i in items):
         chosen = dict(known)
     for item in items:
@@ -143,7 +171,7 @@ def select_rules(spec: str | Rule | Iterable[str | Rule]) -> list[Rule]:
                     chosen.pop(name, None)
                 else:
                     chosen[name] = known[name]
-    return list(chosen.values())
+    return chosen
 
 
 def _iterated(spec: Iterable[str | Rule]) -> list[str | Rule]:
@@ -161,7 +189,7 @@ def _iterated(spec: Iterable[str | Rule]) -> list[str | Rule]:
     return items
 
 
-def _named(text: str, known: dict[str, Rule]) -> list[str]:
+def _named(text: str, known: Iterable[str]) -> list[str]:
     names = fnmatch.filter(known, text)
     if not names:
         near = difflib.get_close_matches(text, known, n=1)
@@ -193,7 +221,8 @@ def pipeline(options: PassOptions, leading: tuple[Pass, ...] = ()) -> tuple[Pass
         return passes
     casts = tuple(r for r in fusion if r.module == "graphopt.passes.fusion.cast")
     placed = (PlaceCasts(), ApplyRules("fusion", casts))
-    return (*passes, ApplyRules("fusion", fusion), Clean(), *placed, CastWeights())
+    merged = (MergeLinear(),) if MERGE in select_passes(options.rules) else ()
+    return (*passes, ApplyRules("fusion", fusion), Clean(), *placed, *merged, CastWeights())
 
 
 Watcher = Callable[[str, Body, Log], None]

@@ -13,12 +13,12 @@ from graphopt.cost.ops import nodes_cost
 from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.graph.edit import Editor
-from graphopt.graph.record import RewriteRecord, site_of
+from graphopt.graph.record import Refusal, RewriteRecord, site_of
 from graphopt.passes.apply import lift
 from graphopt.passes.base import LOW, Log
 
-LEAST = 2
-"""How many weights a group has at least."""
+aten = torch.ops.aten
+CAST = torch.ops.graphopt.cast_weights.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CastWeights:
     A block is a numbered module (`layers.3`) with all that is inside it; other weights go with
     those of their module. So a gradient is there as soon as its block's backward is done, which is
     early enough for what overlaps communication with it, and a copy lives no longer than its block
-    needs it.
+    needs it. A weight alone in its block is cast so as well: `hold_weights` keeps these copies.
     """
 
     @property
@@ -40,29 +40,68 @@ class CastWeights:
         """Merge the casts of each block; a local rewrite each."""
         groups: dict[tuple[object, ...], list[fx.Node]] = {}
         for node in body.graph.nodes:
-            key = _group_of(node, body)
-            if key is not None:
-                groups.setdefault(key, []).append(node)
+            sources = cast_sources(node)
+            if sources is None:
+                continue
+            reasons = [why_not_packed(s, node, body) for s in sources]
+            if all(reason is None for reason in reasons):
+                groups.setdefault(_key(node, sources, body), []).append(node)
+            for reason in filter(None, reasons):
+                log.refuse(Refusal(self.name, reason, site_of(node), node.name, 1, 1))
         for casts in groups.values():
-            if len(casts) >= LEAST and log.room:
+            if log.room and (len(casts) > 1 or casts[0].target is aten.to.dtype):
                 _merge(casts, body, log, self.name)
 
 
-def _group_of(node: fx.Node, body: Body) -> tuple[object, ...] | None:
-    """What the casts of one group have in common; None for a node that is no cast of a weight."""
-    if node.op != "call_function" or node.target is not torch.ops.aten.to.dtype:
+def cast_sources(node: fx.Node) -> list[fx.Node] | None:
+    """The state that a node is the low-precision copy of; several for a stack, None for others."""
+    if node.op != "call_function":
         return None
-    source, to = node.args[0], ops.argument(node, "dtype")
-    if not isinstance(source, fx.Node) or source.op != "get_attr" or to not in LOW:
+    if node.target is aten.to.dtype:
+        source = node.args[0]
+        low = ops.argument(node, "dtype") in LOW
+        return [source] if low and isinstance(source, fx.Node) and source.op == "get_attr" else None
+    made = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(made, fx.Node) or made.target is not CAST:
         return None
+    weights: list[fx.Node] = list(made.args[0])  # type: ignore[arg-type]
+    stacks = list(ops.argument(made, "stacks")) or [1] * len(weights)
+    index: int = node.args[1]  # type: ignore[assignment]
+    first = sum(stacks[:index])
+    return weights[first : first + stacks[index]]
+
+
+def why_not_packed(source: fx.Node, cast: fx.Node, body: Body) -> str | None:
+    """Why the copy of some state cannot lie in a buffer with others, None where it can.
+
+    Empty where nobody needs to read it: the state is no parameter.
+
+    Args:
+        source: the node that reads the state.
+        cast: the node that casts it.
+        body: of both.
+    """
     weight = body.attribute(str(source.target))
-    if not isinstance(weight, nn.Parameter) or type(weight) is not nn.Parameter:
-        return None
-    plain = weight.dtype == torch.float32 and weight.is_contiguous() and weight.numel() > 0
-    if not plain or any(user.op == "output" for user in node.users):
-        return None
-    no_grad = bool(node.meta.get("graphopt_no_grad"))
-    return block_of(str(source.target)), to, weight.device, no_grad
+    if not isinstance(weight, nn.Parameter):
+        return ""
+    if type(weight) is not nn.Parameter:
+        return f"{source.target} is a {type(weight).__name__}, which has a memory of its own"
+    if weight.dtype != torch.float32:
+        return f"{source.target} is {weight.dtype}, not float32"
+    if weight.numel() == 0:
+        return f"{source.target} has no elements (sharded?)"
+    if not weight.is_contiguous():
+        return f"{source.target} is not contiguous"
+    if any(user.op == "output" for user in cast.users):
+        return f"the copy of {source.target} is an output"
+    return None
+
+
+def _key(cast: fx.Node, sources: list[fx.Node], body: Body) -> tuple[object, ...]:
+    """What the casts of one group have in common."""
+    value = cast.meta["val"]
+    no_grad = bool(cast.meta.get("graphopt_no_grad"))
+    return block_of(str(sources[0].target)), value.dtype, value.device, no_grad
 
 
 def block_of(path: str) -> str:
@@ -79,47 +118,64 @@ def block_of(path: str) -> str:
     return ".".join(parts[:-1])
 
 
+def emit_casts(
+    stacks: list[list[fx.Node]], dtype: torch.dtype, before: fx.Node, like: fx.Node, editor: Editor
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Insert one `cast_weights`: the node, and an item of it for each stack of weights."""
+    sources = [s for stack in stacks for s in stack]
+    for source in sources:
+        editor.hoist(source, before)
+    counts = [len(stack) for stack in stacks]
+    sizes = (counts,) if max(counts) > 1 else ()
+    made = editor.call(CAST, sources, dtype, *sizes, before=before, like=like)
+    items = [
+        editor.call(operator.getitem, made, i, before=before, like=like) for i in range(len(stacks))
+    ]
+    return made, items
+
+
 def _merge(casts: list[fx.Node], body: Body, log: Log, name: str) -> None:
     first = casts[0]
-    sources = list(_distinct(c.args[0] for c in casts))
+    before = _start(first)
+    stacks = list(dict.fromkeys(tuple(cast_sources(c) or ()) for c in casts))
     editor = Editor(body.graph, name)
-    for source in sources:
-        editor.hoist(source, first)
-    merged = editor.call(
-        torch.ops.graphopt.cast_weights.default,
-        sources,
-        first.args[1],
-        before=first,
-        like=first,
+    merged, items = emit_casts(
+        [list(s) for s in stacks], first.meta["val"].dtype, before, first, editor
     )
-    place = {source: i for i, source in enumerate(sources)}
-    new = [
-        editor.call(operator.getitem, merged, place[c.args[0]], before=first, like=c)  # type: ignore[index]
-        for c in casts
-    ]
-    created = [merged, *new]
+    new = [items[stacks.index(tuple(cast_sources(c) or ()))] for c in casts]
+    old = sorted({*casts, *(c.args[0] for c in casts if c.target is operator.getitem)})  # type: ignore[type-var]
+    sources = list(_distinct(s for stack in stacks for s in stack))
+    created = [merged, *items]
     log.rewrites.append(
         RewriteRecord(
             ordinal=len(log.rewrites),
             pass_name=name,
             rule=name,
             kind="local",
-            nodes=tuple(c.name for c in casts),
+            nodes=tuple(n.name for n in old),
             inputs=tuple(s.name for s in sources),
             outputs=tuple(c.name for c in casts),
             new_outputs=tuple(n.name for n in new),
             site=site_of(first),
-            ops_before=tuple(ops.op_name(c.target) for c in casts),
+            ops_before=tuple(ops.op_name(n.target) for n in old),
             ops_after=(ops.op_name(merged.target),),
-            bytes_before=nodes_cost(casts).bytes,
+            bytes_before=nodes_cost(old).bytes,
             bytes_after=nodes_cost(created).bytes,
-            reference=lift(casts, sources, tuple(casts)),
+            reference=lift(old, sources, tuple(casts)),
             replacement=lift(created, sources, tuple(new)),
         )
     )
     for cast, item in zip(casts, new, strict=True):
+        editor.inherit(item, cast)
         editor.replace_uses(cast, item)
-    editor.erase(casts)
+    editor.erase(old)
+
+
+def _start(cast: fx.Node) -> fx.Node:
+    """The node before which a block's casts are made: the first of them."""
+    made = cast.args[0] if cast.target is operator.getitem else cast
+    assert isinstance(made, fx.Node)
+    return made
 
 
 def _distinct(nodes: Iterable[object]) -> Iterable[fx.Node]:

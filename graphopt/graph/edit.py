@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -146,9 +147,16 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
     return None
 
 
-def fake_value(node: fx.Node) -> Any:
-    """What a call returns on fake tensors, from its operands' `val`."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+def fake_value(node: fx.Node, instead: Mapping[fx.Node, Any] = MappingProxyType({})) -> Any:
+    """What a call returns on fake tensors, from its operands' `val`.
+
+    Args:
+        node: the call.
+        instead: operands whose value is to be another than their `val`.
+    """
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: instead[n] if n in instead else n.meta["val"]
+    )
     mode = fake_mode_of([n.meta.get("val") for n in node.all_input_nodes])
     if mode is None:
         mode = _mode_of_graph(node.graph)

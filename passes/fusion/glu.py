@@ -16,7 +16,7 @@ aten = torch.ops.aten
 graphopt = torch.ops.graphopt
 
 
-@rule("fusion")
+@rule("fusion", before=("bias_act",))
 def glu(gate, up):
     """activation(gate) * up (SwiGLU, GeGLU, ReGLU) reads each once and writes once."""
     return aten.mul.Tensor(activation(gate), up)
