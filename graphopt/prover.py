@@ -66,7 +66,7 @@ class Prover:
         """Replay a graph and check each record as soon as its inputs are there."""
         if not records:
             return
-        replay = _Values(self, records, requiring_grad(graph, self.body))
+        replay = _Values(self, records, requiring_grad(graph, self.optimized))
         try:
             with forked_rng(self.seed, self.body.device), torch.no_grad():
                 run(
