@@ -133,7 +133,7 @@ def measure(
 
     Args:
         body: the body; nothing of it is changed. What its markers drop is kept all the same.
-        loss_fn: makes a scalar of the result of forward.
+        loss_fn: makes a scalar of the result of forward, which is let go then.
         resident_bytes: what else lies on the device.
         gradients_resident: whether there are gradients before the step.
         device: whose allocator and rates; by default those of the body's device.

@@ -223,7 +223,8 @@ class Recorder:
 
         Args:
             forward: runs the forward.
-            loss_fn: makes a scalar of what `finish` returned.
+            loss_fn: makes a scalar of what `finish` returned, which is let go then; without it
+                the result stays alive during the backward.
             grad: whether autograd records, and a backward follows.
             finish: makes the user's result of what forward returned, and drops the rest.
 
@@ -246,6 +247,8 @@ class Recorder:
             said, roots = NO_BACKWARD, list[torch.Tensor]()
             if grad:
                 said, roots = _roots(result, loss_fn)
+            if loss_fn is not None:
+                del result  # only the loss is held, as by `loss_fn(model(inputs)).backward()`
             loss_end = len(tracker.events)
             if roots:
                 with without_autocast():

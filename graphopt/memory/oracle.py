@@ -134,13 +134,16 @@ def predict(
     """The peak memory of one training step of a body.
 
     Gradients are accumulated into `.grad` as a training step does it, from
-    `zero_grad(set_to_none=True)`; the result of forward stays alive during the backward. Nothing
-    of the body, its parameters, their gradients or the random state is touched.
+    `zero_grad(set_to_none=True)`. Nothing of the body, its parameters, their gradients or the
+    random state is touched.
 
     Args:
         body: what to run; where it was captured without gradients, the forward alone.
-        loss_fn: makes a scalar of the result of forward. None: the first scalar that forward
-            returns and that requires a gradient, else a gradient as large as each result.
+        loss_fn: makes a scalar of the result of forward, which is let go then: the step is
+            `loss_fn(model(inputs)).backward()`. None: the loss that forward returns (its `.loss`,
+            or the first scalar that requires a gradient), else a gradient as large as each result;
+            the result stays alive during the backward, as a caller may hold it.
+            `lambda out: out.loss` tells that only the loss is kept.
         resident_bytes: what else lies on the device, such as the state of an optimizer.
         gradients_resident: the parameters have gradients before the step already (the second
             micro-batch of a step, or `zero_grad(set_to_none=False)`).

@@ -113,9 +113,12 @@ def compare(name: str, precision: str | None, fuse: bool) -> tuple[dict[str, Any
         model.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        result = opt(*args, **kwargs)
-        loss = result.loss if loss_fn is None else loss_fn(result)
-        loss.backward()
+        if loss_fn is not None:
+            loss_fn(opt(*args, **kwargs)).backward()
+        else:
+            result = opt(*args, **kwargs)  # the logits stay alive, as the prediction has it
+            result.loss.backward()
+            del result
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         peaks = {
@@ -123,7 +126,6 @@ def compare(name: str, precision: str | None, fuse: bool) -> tuple[dict[str, Any
             "requested": stats["requested_bytes.all.peak"],
             "reserved": torch.cuda.max_memory_reserved(),
         }
-        del result, loss
     row = {
         "model": name,
         "precision": precision,
