@@ -159,7 +159,7 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         if node.op != "call_function" or not isinstance(first, torch.Tensor):
             continue
         if str(node.target) == "graphopt.cast_weights.default":
-            casts += [_cast(node, s, v) for s, v in zip(node.args[0], val, strict=True)]
+            casts += [_cast(node, s, s.meta["val"].numel(), first.dtype) for s in node.args[0]]
             continue
         if node.target is operator.getitem:
             continue
@@ -168,7 +168,7 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         dtype, name = _short(first.dtype), ops.op_name(node.target)
         if node.target is torch.ops.aten.to.dtype:
             if node.meta.get("graphopt_rule") == "materialize_autocast":
-                casts.append(_cast(node, node.all_input_nodes[0], first))
+                casts.append(_cast(node, node.all_input_nodes[0], first.numel(), first.dtype))
             continue
         found[name, dtype] += 1
         if "graphopt_precision" in node.meta:
@@ -182,11 +182,11 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
     )
 
 
-def _cast(node: fx.Node, source: fx.Node, val: torch.Tensor) -> Cast:
-    moved = concrete(val.numel()) * (val.element_size() + source.meta["val"].element_size())
+def _cast(node: fx.Node, source: fx.Node, count: Any, dtype: torch.dtype) -> Cast:
+    moved = concrete(count) * (dtype.itemsize + source.meta["val"].element_size())
     weight = source.op == "get_attr"
     label = str(source.target) if weight else source.name
-    return Cast(node.name, label, site_of(node).module, weight, _short(val.dtype), moved)
+    return Cast(node.name, label, site_of(node).module, weight, _short(dtype), moved)
 
 
 def _short(dtype: torch.dtype) -> str:
