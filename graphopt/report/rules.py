@@ -113,6 +113,7 @@ PASSES = {
     "clean": "Drops dead and repeated ops, folds constants.",
     "seed_dropout": "One seed a forward for all dropouts, so that a kernel can repeat them.",
     "materialize_autocast": "Writes the casts of autocast into the graph.",
+    "place_casts": "Moves autocast's casts along views and copies to where they cost least.",
     "output_strides": "Results keep their memory layout.",
 }
 """What some passes do, where their own docstring speaks to those who read the code."""
