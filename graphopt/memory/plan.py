@@ -16,7 +16,7 @@ from graphopt.memory.problem import CurvePoint, Problem, Recompute
 from graphopt.memory.search import Point, pareto
 from graphopt.memory.simulate import compressed
 from graphopt.passes.base import Log
-from graphopt.passes.remat import Rematerialize
+from graphopt.passes.remat import Rematerialize, segment_values
 from graphopt.report.fold import fold
 
 TRIES = 5
@@ -303,8 +303,6 @@ class _Asked:
 
     def in_segments(self, segments: int, plain: Prediction) -> Planned:
         """The body with all recomputed but the borders of some segments."""
-        from graphopt.passes.remat import segment_values
-
         name = f"{segments} segment{'s' * (segments != 1)}"
         names = segment_values(self.body, segments) if self.body.grad else frozenset()
         if not names:

@@ -222,3 +222,12 @@ def test_a_fraction_is_one_of_the_largest_graph(ids):
     with torch.no_grad():
         opt(ids)  # where a fraction says nothing
     assert opt.memory_plan.recompute == ()
+
+
+def test_segments(ids, gradients):
+    opt = graphopt.optimize(Model(), ids, segments=2)
+    found = opt.memory_plan
+    assert found.budget == "2 segments"
+    assert found.predicted_peak_bytes < found.unplanned_peak_bytes
+    assert all(torch.equal(g, gradients[n]) for n, g in step(opt, ids).items())
+    assert graphopt.optimize(Model(), ids, segments=1).memory_plan.recompute == ()
