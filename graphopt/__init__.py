@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphopt.advise import advise
     from graphopt.api import optimize, verify
     from graphopt.attach import attach, detach
     from graphopt.bench import bench
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     )
     from graphopt.fit import fit
     from graphopt.hold import hold_weights
+    from graphopt.memory.pool import configure_memory_pool
+    from graphopt.memory.profile import profile_memory
     from graphopt.precision_check import precision_check
     from graphopt.report.explain import explain
     from graphopt.report.summary import report
@@ -50,9 +53,11 @@ __all__ = [
     "UnsupportedError",
     "VerifyError",
     "__version__",
+    "advise",
     "attach",
     "bench",
     "bisect",
+    "configure_memory_pool",
     "detach",
     "diff",
     "explain",
@@ -60,6 +65,7 @@ __all__ = [
     "hold_weights",
     "optimize",
     "precision_check",
+    "profile_memory",
     "report",
     "testing",
     "verify",
@@ -67,6 +73,7 @@ __all__ = [
 
 # Public name -> the module that defines it.
 _HOME = {
+    "advise": "graphopt.advise",
     "BudgetError": "graphopt.errors",
     "CaptureError": "graphopt.errors",
     "GraphOptError": "graphopt.errors",
@@ -78,6 +85,7 @@ _HOME = {
     "attach": "graphopt.attach",
     "bench": "graphopt.bench",
     "bisect": "graphopt.bisect",
+    "configure_memory_pool": "graphopt.memory.pool",
     "detach": "graphopt.attach",
     "diff": "graphopt.diff",
     "explain": "graphopt.report.explain",
@@ -85,6 +93,7 @@ _HOME = {
     "hold_weights": "graphopt.hold",
     "optimize": "graphopt.api",
     "precision_check": "graphopt.precision_check",
+    "profile_memory": "graphopt.memory.profile",
     "report": "graphopt.report.summary",
     "verify": "graphopt.api",
 }

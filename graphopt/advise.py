@@ -1,1 +1,425 @@
-"""What would help a model most on a device: precision, memory, kernels."""
+"""What would help a model most on a device: precision, kernels, memory. It only advises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.bench import bench
+from graphopt.capture.export import capture
+from graphopt.capture.key import ambient, autocast_dtypes
+from graphopt.cost.roofline import rates_of
+from graphopt.errors import BudgetError, OptionError
+from graphopt.graph import ops
+from graphopt.graph.body import Body
+from graphopt.memory.budget import Budget
+from graphopt.memory.facts import Facts, measure
+from graphopt.memory.oracle import predict
+from graphopt.memory.plan import MemoryOptions, plan
+from graphopt.memory.problem import CurvePoint
+from graphopt.options import check_choice, check_fit, check_inputs, check_model, names_checked
+from graphopt.passes import PassOptions, run_pipeline
+from graphopt.passes.autocast import MaterializeAutocast
+from graphopt.precision import lowered
+from graphopt.report.progress import progress
+from graphopt.report.table import Table, percent, size
+from graphopt.report.view import Part, html_fragment, plain
+
+WORTH = 0.02
+"""Share of the step below which a predicted gain in time is not worth an option."""
+
+CHEAP = 0.10
+"""Share of the step that a memory budget may cost where memory is not short."""
+
+ROOM = 0.9
+"""Share of a device's memory that a budget asks for: allocator and driver need the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The model with some options, as predicted and, where it ran, as measured.
+
+    Attributes:
+        name: what is new in it: "as it is", "precision", "kernels", "memory".
+        options: the options of `optimize` that it stands for, all of them.
+        ms: predicted time of a step by the roofline: kernels alone, without the host.
+        peak_bytes: predicted peak memory of a step.
+        measured_ms: median of a step; None where it was not run.
+        measured_peak_bytes: likewise.
+        why: what it changes, in words.
+    """
+
+    name: str
+    options: dict[str, Any]
+    ms: float
+    peak_bytes: int
+    measured_ms: float | None = None
+    measured_peak_bytes: int | None = None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Advice:
+    """What helps a model most, the greatest gain first. Its repr is the table.
+
+    Attributes:
+        model: class name of the model.
+        device: what it was reckoned for.
+        settings: the model as it is, then one setting more in each row; each row has the options
+            of all rows before it.
+        left_out: what was looked at and would not help, and why.
+        time_by_op: predicted milliseconds of the model as it is, by op, the longest first.
+        memory_by_kind: bytes at the predicted peak of the model as it is, by what they are for.
+        curve: what a memory budget costs on top of the last row: (peak bytes, extra ms).
+        notes: what the figures leave out.
+    """
+
+    model: str
+    device: str
+    settings: tuple[Setting, ...]
+    left_out: tuple[tuple[str, str], ...]
+    time_by_op: tuple[tuple[str, float], ...]
+    memory_by_kind: tuple[tuple[str, int], ...]
+    curve: tuple[CurvePoint, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `optimize` that are advised together."""
+        return dict(self.settings[-1].options)
+
+    @property
+    def call(self) -> str:
+        """The call that is advised, as code."""
+        given = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"graphopt.optimize(model, inputs{given})"
+
+    def parts(self) -> list[Part]:
+        """What is shown, in order."""
+        first = self.settings[0]
+        total = sum(ms for _, ms in self.time_by_op) or 1.0
+        ops = ", ".join(f"{op} {ms / total:.0%}" for op, ms in self.time_by_op[:6])
+        kinds = ", ".join(f"{kind} {size(b)}" for kind, b in self.memory_by_kind if b)
+        parts: list[Part] = [
+            f"{self.model} on {self.device}: predicted {first.ms:.3g} ms of kernels and "
+            f"{size(first.peak_bytes)} at the peak, as it is",
+            f"time: {ops}\nmemory at the peak: {kinds}",
+            self._table(),
+        ]
+        if self.left_out:
+            parts.append("\n".join(f"not {name}: {why}" for name, why in self.left_out))
+        parts.append("\n".join((*self.notes, f"next: opt = {self.call}")))
+        return parts
+
+    def _table(self) -> Table:
+        first, measured = self.settings[0], self.settings[0].measured_ms is not None
+        header: tuple[str, ...] = ("setting", "ms", "peak")
+        if measured:
+            header += ("measured ms", "measured peak")
+        rows = []
+        for s in self.settings:
+            cells: tuple[str, ...] = (
+                s.name,
+                _against(s.ms, first.ms, _ms),
+                _against(s.peak_bytes, first.peak_bytes, size),
+            )
+            if measured:
+                cells += (
+                    _against(s.measured_ms, first.measured_ms, _ms),
+                    _against(s.measured_peak_bytes, first.measured_peak_bytes, size),
+                )
+            rows.append((*cells, s.why))
+        return Table((*header, "what it does"), tuple(rows), right=header[1:])
+
+    def __repr__(self) -> str:
+        """The table as plain text."""
+        return plain(self.parts())
+
+    def _repr_html_(self) -> str:
+        return html_fragment(self.parts())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**dataclasses.asdict(self), "options": self.options, "call": self.call}
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _against(value: float | None, first: float | None, text: Callable[[Any], str]) -> str:
+    """A figure and its change from that of the first row."""
+    if value is None:
+        return "-"
+    if not first or value == first:
+        return text(value)
+    return f"{text(value)} ({percent(1 - value / first)})"
+
+
+@names_checked
+def advise(
+    model: nn.Module,
+    inputs: torch.Tensor | Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    resident_bytes: int = 0,
+    memory: int | None = None,
+    measured: bool | None = None,
+) -> Advice:
+    """Say which options of `optimize` would help a model, in the order of what each would gain.
+
+    The step is profiled first, on tensors without values: where its time and its memory go. Then
+    low precision and fused kernels are tried, the greatest predicted gain first, and what a memory
+    budget would cost on top of them. Nothing of the model is changed.
+
+    Args:
+        model: the model, in the mode that is meant: in training mode a step has a backward.
+        inputs: a tensor, or the positional arguments of `forward`.
+        example_kwargs: the keyword arguments of `forward`.
+        loss_fn: makes a scalar of forward's result; without it the result's own loss, or gradients
+            of ones.
+        resident_bytes: what else lies on the device (optimizer state: 8 bytes a parameter for
+            AdamW in float32).
+        memory: bytes of device memory that there are; by default those of the GPU. Where the step
+            does not fit, a memory budget comes first.
+        measured: whether every setting is run, too; by default on a GPU.
+
+    Returns:
+        The advice; printing it shows the table. `.options` are the options that are advised.
+
+    Raises:
+        OptionError: for wrong arguments, before any work.
+        CaptureError: when the model cannot be captured.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())
+        >>> advise(model, torch.ones(4, 8)).settings[0].name
+        'as it is'
+    """
+    check_model(model)
+    args, kwargs = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
+    check_choice("measured", measured, (None, True, False))
+    check_fit(model, args or (), kwargs)
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError("loss_fn is not callable", try_="a function of forward's result")
+    for name, value in (("resident_bytes", resident_bytes), ("memory", memory)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 0
+        ):
+            raise OptionError(f"{name} is {value!r}", try_="a number of bytes from 0")
+    with progress(f"advise {type(model).__name__}"):
+        adviser = _Adviser(model, args or (), kwargs, loss_fn, resident_bytes, memory)
+        advice = adviser.advice()
+    if adviser.on_gpu if measured is None else measured:
+        advice = adviser.with_measures(advice)
+    return advice
+
+
+@dataclasses.dataclass
+class _Tried:
+    """A body for some options, and what is predicted of it."""
+
+    options: dict[str, Any]
+    body: Body
+    facts: Facts
+
+    @property
+    def ms(self) -> float:
+        return self.facts.forward_ms + self.facts.backward_ms
+
+
+class _Adviser:
+    """One model on one device; bodies and facts are made as they are asked for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        resident_bytes: int,
+        memory: int | None,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.loss_fn, self.resident = loss_fn, resident_bytes
+        tensor = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
+        self.device, self.on_gpu = tensor.device, tensor.is_cuda
+        self.low = model_is_low(model)
+        if memory is None and self.on_gpu:
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+        self.memory = memory
+
+    def tried(self, options: dict[str, Any]) -> _Tried:
+        """The body with some options of `optimize`; without any, the captured one as it is."""
+        with lowered(self.model, options.get("precision")):
+            body = capture(self.model, self.args, self.kwargs).body
+            body.autocast = autocast_dtypes(ambient())
+        if options:
+            passes = PassOptions(fuse=options.get("fuse", True))
+            body = run_pipeline(body, passes, leading=(MaterializeAutocast(),)).body
+        return _Tried(options, body, measure(body, **self._circumstances(body)))
+
+    def _circumstances(self, body: Body) -> dict[str, Any]:
+        given: dict[str, Any] = {"loss_fn": self.loss_fn, "resident_bytes": self.resident}
+        return {**given, "result": body.result if self.loss_fn is not None else None}
+
+    def advice(self) -> Advice:
+        """Settings in the order of their predicted gain, and the memory plan on top."""
+        first = self.tried({})
+        prediction = predict(first.body, **self._circumstances(first.body))
+        rows = [Setting("as it is", {}, first.ms, prediction.peak_bytes)]
+        left_out: list[tuple[str, str]] = []
+        current = self._faster(first, rows, left_out)
+        curve = self._memory(current, rows, left_out)
+        rates = rates_of(self.device)
+        notes = [f"predicted by the roofline of {rates.name} ({rates.source}), kernels alone"]
+        if not self.on_gpu:
+            notes.append("fused kernels run on NVIDIA GPUs; elsewhere nothing gets faster")
+        if rows[-1].options.get("precision") == "fp16":
+            notes.append("fp16 needs torch.amp.GradScaler around the loss")
+        return Advice(
+            model=type(self.model).__name__,
+            device=rates.name,
+            settings=tuple(rows),
+            left_out=tuple(left_out),
+            time_by_op=_by_op(first),
+            memory_by_kind=tuple(prediction.breakdown.items()),
+            curve=curve,
+            notes=tuple(notes),
+        )
+
+    def _faster(
+        self, first: _Tried, rows: list[Setting], left_out: list[tuple[str, str]]
+    ) -> _Tried:
+        """Add precision and kernels, the greater gain first, as long as a gain is there."""
+        steps: dict[str, tuple[dict[str, Any], str]] = {
+            "kernels": ({"fuse": True}, "op chains become fused kernels"),
+        }
+        if self.low:
+            left_out.append(("precision", "the model is in low precision already"))
+        else:
+            why = "products in low precision, casts written into the graph"
+            steps["precision"] = ({"precision": self._precision()}, why)
+        current = first
+        while steps:
+            tried = {}
+            for name, (more, _) in steps.items():
+                options = {"fuse": False, **current.options, **more}
+                tried[name] = self.tried(options)
+            name = min(tried, key=lambda n: tried[n].ms)
+            if tried[name].ms > current.ms * (1 - WORTH):
+                for n in steps:
+                    change = percent(1 - tried[n].ms / current.ms)
+                    left_out.append((n, f"a step would take {change} of time"))
+                break
+            current = tried[name]
+            why = steps.pop(name)[1]
+            rows.append(
+                Setting(
+                    f"+ {name}",
+                    _written(current.options),
+                    current.ms,
+                    self._peak(current.body),
+                    why=why,
+                )
+            )
+        return current
+
+    def _precision(self) -> str:
+        has = not self.on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bf16" if has else "fp16"
+
+    def _peak(self, body: Body) -> int:
+        return predict(body, **self._circumstances(body)).peak_bytes
+
+    def _memory(
+        self, current: _Tried, rows: list[Setting], left_out: list[tuple[str, str]]
+    ) -> tuple[CurvePoint, ...]:
+        """Add the budget that is needed, or the tightest that costs little; gives the curve."""
+        if not current.body.grad:
+            left_out.append(("memory", "nothing waits for a backward in this graph"))
+            return ()
+        peak = rows[-1].peak_bytes
+        asked = MemoryOptions(
+            Budget(size=peak - 1), loss_fn=self.loss_fn, resident_bytes=self.resident
+        )
+        try:
+            curve = plan(current.body, asked).plan.curve
+        except BudgetError:
+            left_out.append(("memory", "recomputing brings the peak no lower"))
+            return ()
+        short = self.memory is not None and peak > ROOM * self.memory
+        if short:
+            assert self.memory is not None
+            wanted = [p for p in curve if p.peak_bytes <= ROOM * self.memory]
+        else:
+            wanted = [p for p in curve[::-1] if p.extra_ms <= CHEAP * current.ms]
+        if not wanted or wanted[0].peak_bytes > 0.95 * peak:
+            why = "no plan makes the step fit" if short else "it would save less than 5%"
+            left_out.append(("memory", why))
+            return curve
+        point = wanted[0]
+        why = f"{point.recomputed} values are computed again in backward"
+        if short:
+            why += f"; without it the step does not fit {size(self.memory or 0)}"
+        options = _written({"fuse": False, **current.options})
+        options["memory_budget"] = point.peak_bytes
+        if self.resident:
+            options["resident_bytes"] = self.resident
+        row = Setting("+ memory", options, current.ms + point.extra_ms, point.peak_bytes, why=why)
+        rows.append(row)
+        return curve
+
+    def with_measures(self, advice: Advice) -> Advice:
+        """Run every setting beside eager; the first of these runs stands for the model as it is."""
+        rows = list(advice.settings)
+        for i, setting in enumerate(rows[1:], 1):
+            found = bench(
+                self.model,
+                self.args,
+                ("eager",),
+                example_kwargs=self.kwargs,
+                train=self.model.training,
+                loss_fn=self.loss_fn,
+                seconds=1.0,
+                profile=False,
+                **setting.options,
+            )
+            for at, name in ((0, "eager"), (i, "graphopt")):
+                row = found[name]
+                if row.error is None and (at or rows[0].measured_ms is None):
+                    rows[at] = dataclasses.replace(
+                        rows[at], measured_ms=row.ms, measured_peak_bytes=row.peak_bytes
+                    )
+        return dataclasses.replace(advice, settings=tuple(rows))
+
+
+def model_is_low(model: nn.Module) -> bool:
+    """Whether the parameters of a model are in bf16 or fp16.
+
+    Example:
+        >>> model_is_low(nn.Linear(2, 2).half())
+        True
+    """
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    return bool(floating) and all(p.dtype in (torch.bfloat16, torch.float16) for p in floating)
+
+
+def _written(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as a user would write them: what is the default is left out."""
+    return {name: value for name, value in options.items() if (name, value) != ("fuse", True)}
+
+
+def _by_op(tried: _Tried) -> tuple[tuple[str, float], ...]:
+    """Predicted milliseconds by op, forward and backward together, the longest first."""
+    names = {n.name: ops.op_name(n.target) for n in tried.body.graph.nodes if callable(n.target)}
+    found: dict[str, float] = {}
+    for step in tried.facts.steps:
+        name = "loss" if step.node is None else names.get(step.node, "other")
+        found[name] = found.get(name, 0.0) + step.ms
+    return tuple(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,0 +1,99 @@
+"""Advice: settings in the order of their gain, memory on top, what is left out and why."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from graphopt import cli
+from graphopt.memory.oracle import predict
+from graphopt.options import OptionError
+
+
+class Net(nn.Module):
+    def __init__(self, width=64, depth=6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * 1.5
+        return x.square().mean()
+
+
+def advised(model=None, **options):
+    return graphopt.advise(model or Net(), torch.randn(512, 64), measured=False, **options)
+
+
+def test_the_first_row_is_the_model_as_it_is():
+    found = advised()
+    assert found.settings[0].name == "as it is"
+    assert found.settings[0].options == {}
+    assert sum(b for _, b in found.memory_by_kind) == found.settings[0].peak_bytes
+
+
+def test_every_setting_looked_at_is_a_row_or_left_out_with_a_reason():
+    found = advised()
+    rows = {s.name.removeprefix("+ ") for s in found.settings[1:]}
+    assert rows | {name for name, _ in found.left_out} == {"precision", "kernels", "memory"}
+
+
+def test_a_step_that_does_not_fit_gets_a_budget_within_the_device():
+    fast = [s for s in advised().settings if s.name != "+ memory"][-1]
+    device = int(fast.peak_bytes * 0.9)
+    found = advised(memory=device)
+    assert found.options["memory_budget"] <= 0.9 * device
+    assert "does not fit" in found.settings[-1].why
+
+
+def test_what_is_advised_is_what_optimize_does():
+    model, x = Net(), torch.randn(512, 64)
+    found = graphopt.advise(model, x, measured=False)
+    opt = graphopt.optimize(model, x, **found.options)
+    assert predict(opt.body).peak_bytes <= found.options["memory_budget"]
+
+
+def test_a_low_precision_model_is_not_advised_to_lower_it():
+    found = graphopt.advise(Net().bfloat16(), torch.randn(8, 64).bfloat16(), measured=False)
+    assert ("precision", "the model is in low precision already") in found.left_out
+
+
+def test_without_a_backward_there_is_no_plan():
+    with torch.no_grad():
+        found = advised(Net().eval())
+    assert "memory" in dict(found.left_out)
+    assert found.curve == ()
+
+
+def test_measured_rows_hold_both_figures():
+    found = graphopt.advise(Net(depth=2), torch.randn(64, 64), measured=True)
+    assert found.settings[0].measured_ms > 0
+    assert "measured ms" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": -1}, "memory is -1"),
+        ({"resident_bytes": 1.5}, "resident_bytes is 1.5"),
+        ({"loss_fn": 3}, "loss_fn is not callable"),
+        ({"measured": "yes"}, "measured is 'yes'"),
+        ({"memry": 1}, "memry"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(options, text):
+    with pytest.raises(OptionError, match=text):
+        graphopt.advise(Net(), torch.randn(2, 64), **options)
+
+
+def test_command_line_prints_json(monkeypatch, capsys, tmp_path):
+    (tmp_path / "advised_target.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["advise", "advised_target:make", "--json", "--no-measured"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["call"].startswith("graphopt.optimize(model, inputs")
