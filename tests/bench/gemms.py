@@ -1,0 +1,188 @@
+"""Merged matrix products against separate ones in the training step of whole models, on a GPU.
+
+    python tests/bench/gemms.py                  # llama, with grouped queries as well, bert, gpt2
+    python tests/bench/gemms.py --models llama --steps 20 --json gemms.json
+
+Eager under bf16 autocast, graphopt without `merge_linear` and graphopt with it take turns in one
+process over the same weights. For each it prints the median step (forward, backward, zero_grad),
+the peak, and from a trace of three steps: launches and time of matrix products, of the
+multi-tensor copies (weights to low precision, their gradients to float32), of the other copies and
+casts (activations; what puts gradients together), and of additions (gradients of one input summed).
+bert has no rope: there the gradients of q, k and v are put together by a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import GIB, MODELS, tokens
+from torch import nn
+
+import graphopt
+from graphopt.bench.kinds import kind_of_kernel
+from graphopt.bench.trace import record
+
+Step = Callable[[], object]
+
+
+def llama_grouped() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The llama of models.py with 4 heads of keys and values for its 16 of queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config), tokens(8, 2048, 32000)
+
+
+def bert() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """BERT base, 110 M parameters, batch 32 of 512 tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig()), tokens(32, 512, 30522)
+
+
+BUILDERS = {**MODELS, "llama_grouped": llama_grouped, "bert": bert}
+CAST = re.compile(r"multi_tensor_apply.*copy", re.IGNORECASE)
+ADD = re.compile(r"CUDAFunctor_?[aA]dd|AddFunctor")
+GROUPS = ("gemm", "weight casts", "copies", "adds")
+
+
+def group_of(name: str) -> str | None:
+    """Which column a kernel counts in."""
+    if CAST.search(name):
+        return "weight casts"
+    kind = kind_of_kernel(name)
+    if kind in ("gemm", "copies"):
+        return kind
+    return "adds" if ADD.search(name) else None
+
+
+def traced(step: Step, steps: int = 3) -> dict[str, tuple[float, float]]:
+    """Launches and milliseconds of a step by group."""
+
+    def run() -> None:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+
+    run()
+    found = {g: [0.0, 0.0] for g in GROUPS}
+    for event in record(run, cuda=True):
+        group = group_of(str(event.get("name"))) if event.get("cat") == "kernel" else None
+        if group is not None:
+            found[group][0] += 1 / steps
+            found[group][1] += float(event["dur"]) / 1e3 / steps
+    return {g: (count, ms) for g, (count, ms) in found.items()}
+
+
+def step_of(module: Callable[..., Any], model: nn.Module, inputs: dict[str, torch.Tensor]) -> Step:
+    """A training step without an optimizer."""
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module(**inputs).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(name: str, steps: int) -> dict[str, dict[str, Any]]:
+    """All variants of one model."""
+    torch.manual_seed(0)
+    model, inputs = BUILDERS[name]()
+    model = model.cuda().train()
+    inputs = {k: v.cuda() for k, v in inputs.items()}
+    apart = graphopt.optimize(model, rules="default,-merge_linear")
+    merged = graphopt.optimize(model)
+    result = graphopt.bench(
+        model,
+        (),
+        ["eager", {"apart": apart, "merged": merged}],
+        example_kwargs=inputs,
+        train=True,
+        autocast="bf16",
+        rounds=max(1, steps // 2),
+        seconds=1e-3,  # the shortest turn, of two steps
+        copy=False,
+        profile=False,
+    )
+    rows = {row.name: row for row in result.rows}
+    found = {}
+    for label, module in (("eager", model), ("apart", apart), ("merged", merged)):
+        row = rows[label]
+        if row.error is not None:
+            print(f"{name} {label} failed: {row.error}")
+            continue
+        found[label] = {
+            "ms": row.ms,
+            "low_ms": row.low_ms,
+            "high_ms": row.high_ms,
+            "peak_bytes": row.peak_bytes,
+            "loss": row.value,
+            "groups": traced(step_of(module, model, inputs)),
+        }
+    rewrites = [r.rule for r in merged.rewrites]
+    found.setdefault("merged", {})["rewrites"] = rewrites.count("merge_linear")
+    return found
+
+
+def show(name: str, found: dict[str, dict[str, Any]]) -> None:
+    """One line a variant."""
+    print(f"{name}: {found['merged']['rewrites']} merges")
+    for label, row in found.items():
+        if "ms" not in row:
+            continue
+        parts = [f"{g} {n:5.0f} x {ms:7.2f} ms" for g, (n, ms) in row["groups"].items()]
+        spread = row["high_ms"] - row["low_ms"]
+        print(
+            f"  {label:7s} {row['ms']:8.2f} ms (+-{spread:.2f})  peak"
+            f" {row['peak_bytes'] / GIB:6.2f} GiB  loss {row['loss']:.4f}  " + "  ".join(parts),
+            flush=True,
+        )
+
+
+def main() -> int:
+    """Run the models that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="llama,llama_grouped,bert,gpt2")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="write the results there")
+    options = parser.parse_args()
+    unknown = sorted({*options.models.split(",")} - {*BUILDERS})
+    if unknown:
+        parser.error(f"no model is called {', '.join(unknown)}; there are {', '.join(BUILDERS)}")
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device", file=sys.stderr)
+        return 2
+    torch.set_float32_matmul_precision("high")
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    results = {}
+    for name in options.models.split(","):
+        results[name] = measure(name, options.steps)
+        show(name, results[name])
+        gc.collect()
+        torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
