@@ -282,7 +282,7 @@ def interpreted(program: list[tuple[str, int, int]]) -> Callable[..., torch.Tens
 
 
 @given(programs(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_programs_keep_their_numbers(program: list[tuple[str, int, int]], grad: bool) -> None:
     before = written(interpreted(program), grad=grad)
     after = placed(before)

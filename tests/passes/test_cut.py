@@ -50,7 +50,7 @@ def every_choice(values: list[Value]) -> list[int]:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_choice_moves_less(values: list[Value]) -> None:
     found, possible = cheapest(values), every_choice(values)
     if found is None:
