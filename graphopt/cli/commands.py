@@ -126,6 +126,7 @@ def bench(arguments: argparse.Namespace) -> bool:
         example_kwargs=kwargs,
         autocast=arguments.autocast,
         rules=rules,
+        precision=arguments.precision,
         **options,
     )
     _show(arguments, found.to_dict(), found.parts())

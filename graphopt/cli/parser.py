@@ -10,8 +10,9 @@ import graphopt
 from graphopt.cli import commands
 
 TARGET = (
-    "package.module:factory, a function without arguments that returns (model, inputs); inputs is "
-    "a tensor, a tuple of positional arguments or a dict of keyword arguments"
+    "package.module:factory or path/to/file.py:factory, a function without arguments that returns "
+    "(model, inputs); inputs is a tensor, a tuple of positional arguments or a dict of keyword "
+    "arguments"
 )
 
 EXIT_CODES = (
@@ -60,9 +61,6 @@ def make_parser() -> argparse.ArgumentParser:
         "contract over the whole step",
     )
 
-    for one in (explain, report, diff, verify, bisect):
-        one.add_argument("--precision", choices=("bf16", "fp16", "auto"), help="as in optimize()")
-
     text = "time eager, torch.compile and graphopt in one run"
     bench = _add(found, "bench", commands.bench, text)
     _add_target(bench)
@@ -104,6 +102,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         help="a rule of your own, package.module:name; may be given several times",
     )
     parser.add_argument("--autocast", choices=("bf16", "fp16"), help="around the forward")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "auto"), help="as in optimize()")
 
 
 def _add_output(parser: argparse.ArgumentParser, suffixes: str) -> None:

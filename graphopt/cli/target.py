@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,8 @@ def load_target(
     """The model and its inputs that "package.module:factory" makes.
 
     Args:
-        text: where the factory is; the current folder is searched after the installed packages.
+        text: where the factory is; the current folder is searched after the installed packages. In
+            place of the module the path of a file may stand, "scripts/train.py:factory".
         mode: "train" or "eval" to set the model's mode, None to leave it.
 
     Returns:
@@ -99,19 +102,22 @@ def load_function(text: str, what: str) -> Callable[..., Any]:
 
 
 def load_object(text: str, what: str) -> Any:
-    """The object that "package.module:name" names.
+    """The object that "package.module:name" or "path/to/file.py:name" names.
 
     Raises:
         UsageError: when the module or the name is not there, or the module fails as it is imported.
     """
-    module_name, colon, name = text.partition(":")
+    module_name, colon, name = text.rpartition(":")
     if not (module_name and colon and name):
         raise UsageError(f"{text!r} is not of the form package.module:{what}")
     # At the end: a folder here named like an installed package must not hide it.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    is_file = module_name.endswith(".py")
+    if is_file and not os.path.isfile(module_name):
+        raise UsageError(f"there is no file {module_name}")
     try:
-        module = importlib.import_module(module_name)
+        module = _run_file(module_name) if is_file else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"no module named {error.name!r} here or installed") from None
@@ -122,6 +128,29 @@ def load_object(text: str, what: str) -> Any:
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise UsageError(f"{module_name} has no function {name!r}; it has {', '.join(public)}")
     return getattr(module, name)
+
+
+def _run_file(path: str) -> types.ModuleType:
+    """The module that a file makes; what lies beside it can be imported, as when it is run."""
+    folder, file = os.path.split(os.path.abspath(path))
+    name = file.removesuffix(".py")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == os.path.join(folder, file):
+        return known
+    if known is not None or name in sys.stdlib_module_names:  # must not stand in for that one
+        name = f"_graphopt_target_{name}"
+    spec = importlib.util.spec_from_file_location(name, os.path.join(folder, file))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _told(error: BaseException) -> str:

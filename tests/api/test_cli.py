@@ -65,6 +65,30 @@ def test_import_error_inside_the_target_is_not_hidden(tmp_path, monkeypatch, cap
     assert "broken_target.py:1" in err
 
 
+def test_a_target_may_be_the_path_of_a_file(tmp_path, capsys):
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "beside_target.py").write_text("WIDTH = 8\n")
+    (folder / "signal.py").write_text(  # named like a module of the standard library
+        "import torch\nfrom beside_target import WIDTH\n\n\n"
+        "def make():\n    return torch.nn.LayerNorm(WIDTH), torch.ones(2, WIDTH)\n"
+    )
+    assert cli.main(["explain", f"{folder}/signal.py:make"]) == 0
+    assert "layer_norm" in capsys.readouterr().out
+    assert cli.main(["explain", f"{folder}/absent.py:make"]) == 2
+    assert f"there is no file {folder}/absent.py" in capsys.readouterr().err
+    (folder / "broken_file.py").write_text("1 / 0\n")
+    assert cli.main(["bisect", f"{folder}/broken_file.py:make"]) == 2
+    assert "raised ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_bench_takes_a_precision(capsys):
+    argv = ["bench", "factories:chain", "--against", "eager", "--seconds", "0.02", "--json"]
+    assert cli.main([*argv, "--precision", "bf16"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("precision='bf16'" in note for note in notes)
+
+
 def test_a_factory_that_raises_is_told_without_a_traceback(capsys):
     assert cli.main(["explain", "factories:raises"]) == 2
     err = capsys.readouterr().err
