@@ -361,7 +361,9 @@ def plot(runs: list[Run], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4), constrained_layout=True)
+    reference = {r["seed"]: r["loss"] for r in runs if r["mode"] == "float32"}
     for number, mode in enumerate(m for m in MODES if any(r["mode"] == m for r in runs)):
         chosen = [r for r in runs if r["mode"] == mode]
         color, dashes = f"C{number}", "--" if mode.startswith("autocast") else "-"
@@ -369,17 +371,27 @@ def plot(runs: list[Run], path: Path) -> bool:
             label = mode if i == 0 else None
             steps = [EVERY * (j + 1) for j in range(len(run["loss"]))]
             left.plot(steps, run["loss"], dashes, color=color, label=label, linewidth=0.8)
+            if run["seed"] in reference and mode != "float32":
+                pairs = zip(run["loss"], reference[run["seed"]], strict=True)
+                gap = smoothed([a - b for a, b in pairs])
+                middle.plot(steps, gap, dashes, color=color, label=label, linewidth=0.8)
             if run["scale"]:
                 at, scale = zip(*run["scale"], (run["steps"], run["scale"][-1][1]), strict=True)
                 right.step(at, scale, dashes, color=color, label=label, where="post", linewidth=0.8)
     left.set(xlabel="step", ylabel="training loss, nats a byte", yscale="log")
     right.set(xlabel="step", ylabel="scale of the GradScaler", yscale="log")
+    middle.set(xlabel="step", ylabel="loss - float32's, mean of 100 steps")
     left.legend(fontsize="small")
     if right.get_legend_handles_labels()[0]:
         right.legend(fontsize="small")
     figure.savefig(path)
     plt.close(figure)
     return True
+
+
+def smoothed(values: list[float], size: int = LAST // EVERY) -> list[float]:
+    """Each value's mean with those before it, `size` in all."""
+    return [mean(values[max(0, i + 1 - size) : i + 1]) for i in range(len(values))]
 
 
 def device_name(device: str) -> str:
