@@ -133,6 +133,48 @@ def bench(arguments: argparse.Namespace) -> bool:
     return found["graphopt"].error is None
 
 
+def advise(arguments: argparse.Namespace) -> bool:
+    """`graphopt advise TARGET`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as for bench
+    import graphopt
+
+    model, args, kwargs = load_target(arguments.target, arguments.mode)
+    found = graphopt.advise(
+        model,
+        args,
+        kwargs,
+        resident_bytes=arguments.resident_bytes,
+        measured=arguments.measured,
+    )
+    _show(arguments, found.to_dict(), found.parts())
+    return True
+
+
+def profile(arguments: argparse.Namespace) -> bool:
+    """`graphopt profile TARGET`."""
+    import graphopt
+    from graphopt.memory.draw import SUFFIXES
+    from graphopt.report.save import check_path
+
+    path = check_path(arguments.output, SUFFIXES) if arguments.output else None
+    subject: nn.Module
+    if arguments.eager:
+        subject, args, kwargs = load_target(arguments.target, arguments.mode)
+    else:
+        subject, args, kwargs = _optimized(arguments)
+    train = subject.training if arguments.train is None else arguments.train
+    with autocast(subject, arguments.autocast):
+        found = graphopt.profile_memory(
+            subject, args, kwargs, train=train, resident_bytes=arguments.resident_bytes
+        )
+    if path is not None:
+        found.save(path)
+        _wrote(arguments, path)
+    else:
+        _show(arguments, found.to_dict(), found.parts())
+    return True
+
+
 def rules(arguments: argparse.Namespace) -> bool:
     """`graphopt rules`."""
     from graphopt.passes import all_rules

@@ -69,6 +69,28 @@ def make_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--seconds", type=float, help="how long each variant is timed")
 
+    text = "what would help most on this device: precision, kernels, memory; it only advises"
+    advise = _add(found, "advise", commands.advise, text)
+    _add_model(advise)
+    advise.add_argument(
+        "--measured",
+        action=argparse.BooleanOptionalAction,
+        help="run every setting, too; by default on a GPU",
+    )
+    _add_resident(advise)
+
+    text = "where the memory of a step goes, predicted without running it"
+    profile = _add(found, "profile", commands.profile, text)
+    _add_target(profile)
+    _add_output(profile, ".txt, .json, .png, .svg or .pdf")
+    profile.add_argument("--eager", action="store_true", help="the model as it is, not optimized")
+    profile.add_argument(
+        "--train",
+        action=argparse.BooleanOptionalAction,
+        help="forward and backward, or the forward alone; by default as the model's mode is",
+    )
+    _add_resident(profile)
+
     _add(found, "rules", commands.rules, "list the rewrite rules")
     _add(found, "env", commands.env, "versions, devices, and how fused ops run here")
     return parser
@@ -88,9 +110,13 @@ def _add(
     return parser
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help=TARGET)
     parser.add_argument("--mode", choices=("train", "eval"), help="set before; as built by default")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     parser.add_argument(
         "--rules", default="default", metavar="TEXT", help='for example "default,-glu"'
     )
@@ -103,6 +129,16 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--autocast", choices=("bf16", "fp16"), help="around the forward")
     parser.add_argument("--precision", choices=("bf16", "fp16", "auto"), help="as in optimize()")
+
+
+def _add_resident(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resident-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="what else lies on the device, such as optimizer state",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser, suffixes: str) -> None:

@@ -232,6 +232,11 @@ def profile_memory(
     with progress(f"memory of {type(source).__name__}"):
         before, notes = None, list(_notes(how))
         if opt is not None:
+            if wanted.type == "cpu":
+                notes.append(
+                    "on the CPU fused ops run their plain-torch reference: the temporaries of that "
+                    "are not there on a GPU"
+                )
             with torch.set_grad_enabled(train):
                 entry = opt.capture(how.args, how.kwargs)
             step, sites, op_of = _graph(entry, how)
