@@ -33,6 +33,10 @@ RELOCATES = {
     aten.unflatten.int,
     aten.transpose.int,
     aten.t.default,
+    aten.numpy_T.default,
+    aten.mT.default,
+    aten.swapaxes.default,
+    aten.swapdims.default,
     aten.permute.default,
     aten.movedim.int,
     aten.movedim.intlist,
@@ -49,6 +53,8 @@ RELOCATES = {
     aten.stack.default,
     aten.flip.default,
     aten.roll.default,
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
     aten.neg.default,
 }
 """Ops that move elements, each to one place at most: gradients are moved back, not summed."""

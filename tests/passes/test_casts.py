@@ -93,6 +93,15 @@ def test_a_narrowing_moves_before_a_copy() -> None:
     check_same(before, after)
 
 
+def test_a_weight_is_cast_itself_and_not_its_transpose() -> None:
+    before = written(lambda m, x: x @ m.scale.T)
+    after = placed(before)
+    casts = [n.args[0] for n in after.graph.nodes if is_written(n)]
+    assert "scale" in [str(n.target) for n in casts if n.op == "get_attr"]
+    assert where(after) == ["aten.mul.Tensor"]
+    check_same(before, after)
+
+
 def test_it_stays_behind_a_slice() -> None:
     before = written(lambda m, x: m.a(torch.cat([x, x])[:N].exp()[:2]))
     assert where(placed(before)) == where(before) == ["aten.slice.Tensor"]
