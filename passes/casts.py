@@ -34,6 +34,9 @@ from graphopt.passes.cut import State, bytes_moved, cheapest
 
 aten = torch.ops.aten
 
+NAME = "place_casts"
+"""Name of the pass, in records and for `rules="default,-place_casts"`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PlaceCasts:
@@ -42,7 +45,7 @@ class PlaceCasts:
     @property
     def name(self) -> str:
         """Name in records."""
-        return "place_casts"
+        return NAME
 
     def run(self, body: Body, log: Log) -> None:
         """Move the casts; recorded as one global rewrite where any moved."""
@@ -144,7 +147,7 @@ class _Rewrite:
 
     def __init__(self, part: Part, chosen: dict[fx.Node, State]) -> None:
         self.part, self.chosen = part, chosen
-        self.editor = Editor(part.body.graph, PlaceCasts().name)
+        self.editor = Editor(part.body.graph, NAME)
         self.made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def run(self) -> None:

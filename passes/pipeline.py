@@ -21,6 +21,7 @@ from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import ir_text
 from graphopt.passes.apply import ApplyRules
 from graphopt.passes.base import Log, Pass, Timer
+from graphopt.passes.casts import NAME as PLACE
 from graphopt.passes.casts import PlaceCasts
 from graphopt.passes.clean import Clean
 from graphopt.passes.merge import NAME as MERGE
@@ -105,7 +106,7 @@ def all_rules() -> list[Rule]:
     return sorted(REGISTRY.values(), key=lambda r: order.get(r.module, len(order)))
 
 
-OPTIONAL_PASSES = (MERGE,)
+OPTIONAL_PASSES = (PLACE, MERGE)
 """Passes that `rules=` names as it names rules."""
 
 
@@ -136,7 +137,7 @@ def select_passes(spec: str | Rule | Iterable[str | Rule]) -> list[str]:
 
     Example:
         >>> select_passes("default"), select_passes("default,-merge_linear")
-        (['merge_linear'], [])
+        (['place_casts', 'merge_linear'], ['place_casts'])
     """
     return [name for name, r in _selected(spec).items() if not isinstance(r, Rule)]
 
@@ -220,8 +221,9 @@ def pipeline(options: PassOptions, leading: tuple[Pass, ...] = ()) -> tuple[Pass
     if not options.fuse:
         return passes
     casts = tuple(r for r in fusion if r.module == "graphopt.passes.fusion.cast")
-    placed = (PlaceCasts(), ApplyRules("fusion", casts))
-    merged = (MergeLinear(),) if MERGE in select_passes(options.rules) else ()
+    chosen = select_passes(options.rules)
+    placed = (PlaceCasts(), ApplyRules("fusion", casts)) if PLACE in chosen else ()
+    merged = (MergeLinear(),) if MERGE in chosen else ()
     return (*passes, ApplyRules("fusion", fusion), Clean(), *placed, *merged, CastWeights())
 
 
