@@ -34,6 +34,7 @@ from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.passes.base import Log, Timer
 from graphopt.passes.overrides import MarkOverrides
 from graphopt.passes.pipeline import Stage
+from graphopt.passes.remat import RecomputeRegions
 from graphopt.report.progress import progress
 from graphopt.report.subject import optimized_of
 from graphopt.verify import VerifyResult, verify_body
@@ -57,8 +58,12 @@ class PassCompiler:
         if self.overrides:
             body = body.copy()
             MarkOverrides(self.overrides).run(body, Log())
+        # without a plan, what the user's own checkpoints would recompute is recomputed
+        trailing = (RecomputeRegions(),) if self.memory is None else ()
         with progress("passes"):
-            result = run_pipeline(body, self.options, leading=(MaterializeAutocast(),))
+            result = run_pipeline(
+                body, self.options, leading=(MaterializeAutocast(),), trailing=trailing
+            )
         done, most = len(result.rewrites), self.options.max_rewrites
         if self.memory is None or (most is not None and done >= most):
             return Compiled(result.body, result)

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt.graph import ops
 from graphopt.graph.body import CONSTANTS, Body, copy_graph
-from graphopt.graph.edit import MARKS, Editor
+from graphopt.graph.edit import MARKS, REGION, Editor
 from graphopt.graph.facts import Facts, nbytes
 from graphopt.passes.base import Log, same_shape, surely
 
@@ -260,13 +260,15 @@ def merge_common(body: Body, editor: Editor) -> int:
         if known is node or (facts.leaves(known) and facts.leaves(node)):
             continue
         editor.replace_uses(node, known)
+        if node.meta.get(REGION) != known.meta.get(REGION):
+            known.meta.pop(REGION, None)  # it serves several regions, or none
         count += 1
     return count
 
 
 def _key(node: fx.Node) -> Hashable:
     args = tuple(_frozen(a) for a in ops.arguments(node))
-    return (node.target, args, tuple(str(node.meta.get(m)) for m in MARKS))
+    return (node.target, args, tuple(str(node.meta.get(m)) for m in MARKS if m != REGION))
 
 
 def _frozen(value: Any) -> Hashable:

@@ -231,7 +231,11 @@ Watcher = Callable[[str, Body, Log], None]
 
 
 def run_pipeline(
-    body: Body, options: PassOptions | None = None, *, leading: tuple[Pass, ...] = ()
+    body: Body,
+    options: PassOptions | None = None,
+    *,
+    leading: tuple[Pass, ...] = (),
+    trailing: tuple[Pass, ...] = (),
 ) -> PipelineResult:
     """Run the passes over a captured body.
 
@@ -242,13 +246,14 @@ def run_pipeline(
         body: what capture made.
         options: the user's choices; None for the defaults.
         leading: passes that run before all others.
+        trailing: passes that run behind all others.
 
     Raises:
         OptionError: for unknown rules.
         PassError: when a rule raises, or a pass leaves an invalid graph.
     """
     options = options or PassOptions()
-    passes = (*pipeline(options, leading), KeepOutputStrides(body.graph))
+    passes = (*pipeline(options, leading), KeepOutputStrides(body.graph), *trailing)
     work = body.copy()
     log = Log(options.max_rewrites)
     stages: list[Stage] = []

@@ -15,14 +15,22 @@ from torch import fx
 
 from graphopt.errors import OptionError, PassError
 from graphopt.graph.body import Body, copy_graph
-from graphopt.graph.edit import PROVENANCE
+from graphopt.graph.edit import PROVENANCE, REGION
 from graphopt.graph.facts import nbytes
+from graphopt.graph.recipes import sum_of
 from graphopt.graph.record import site_of
 from graphopt.passes.base import Log
 from graphopt.passes.values import Values, items_of, reasons, saved_bytes, sources_of, value_of
-from graphopt.remat import drop
+from graphopt.remat import drop, is_marker
 
-__all__ = ["Rematerialize", "reasons", "saved_bytes", "segment_values"]
+__all__ = [
+    "RecomputeRegions",
+    "Rematerialize",
+    "reasons",
+    "region_values",
+    "saved_bytes",
+    "segment_values",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Rematerialize:
 
     Attributes:
         recompute: names of values to compute again in backward. Of those that autograd does not
-            save, only what the others are computed from gets a marker.
+            save, only what the others are computed from gets a marker. A norm that an op returns
+            beside the sum under it may be named alone (`graphopt.graph.recipes.sum_of`).
         offload: names of values to keep in host memory between forward and backward.
     """
 
@@ -63,6 +72,7 @@ class Rematerialize:
 
 def _chosen(names: frozenset[str], body: Body) -> list[fx.Node]:
     known = {value.name: (value, reason) for value, reason in reasons(body).items()}
+    known |= {n.name: (n, None) for n in body.graph.nodes if sum_of(n) is not None}
     chosen = []
     for name in sorted(names):
         value, reason = known.get(name, (None, "is no value of the graph"))
@@ -89,7 +99,7 @@ def _needed(chosen: list[fx.Node], values: Values, saved: dict[str, int]) -> dic
     """The chosen values that autograd saves and those that their recipes read, with their needs."""
     dropped = set(chosen)
     needs: dict[fx.Node, _Needs] = {}
-    waiting = [v for v in chosen if v.name in saved]
+    waiting = [v for v in chosen if v.name in saved or sum_of(v) is not None]
     while waiting:
         value = waiting.pop()
         if value not in needs:
@@ -106,10 +116,11 @@ def _needs(value: fx.Node, dropped: set[fx.Node], values: Values) -> _Needs:
         node = waiting.pop()
         part = values.parts[node]
         owner = value_of(part)
-        if owner not in dropped or part in values.left:
+        source = part if part in dropped else owner
+        if source not in dropped or part in values.left:
             held[node] = None
         elif node in (part, owner):
-            reads[owner] = None
+            reads[source] = None
         else:
             waiting += node.all_input_nodes[::-1]  # a view, to be taken again
     return _Needs(list(reads), list(held))
@@ -160,13 +171,57 @@ def _last_uses(needed: Iterable[fx.Node], values: Values) -> dict[fx.Node, fx.No
             continue
         for source in (*node.all_input_nodes, node):
             part = values.parts[source]
-            if value_of(part) in wanted:
+            if value_of(part) in wanted or part in wanted:
                 last[part] = node
     for value in wanted:  # behind all items, so that a tuple is still unpacked on one line
         items = items_of(value)
         for part in values.parts_of(value):
             last[part] = max([last[part], *items])
     return last
+
+
+# ---------------------------------------------------------------- the user's own checkpoints
+
+
+def region_values(body: Body) -> frozenset[str]:
+    """The values to recompute so that the user's own checkpoints save what they saved in eager.
+
+    Those made inside one `torch.utils.checkpoint` and read only there, as capture and the passes
+    marked them; what comes out of a region is kept.
+    """
+    values = Values.of(body.graph)
+    free = [v for v, reason in reasons(body).items() if reason is None and REGION in v.meta]
+    return frozenset(v.name for v in free if _stays(v, values))
+
+
+def _stays(value: fx.Node, values: Values) -> bool:
+    """Whether everything that reads a value, or a view of it, lies in its region."""
+    region = value.meta[REGION]
+    aliases = [value]
+    for node in aliases:
+        for user in node.users:
+            if is_marker(user):
+                continue
+            if user.meta.get(REGION) != region:
+                return False
+            if value_of(values.parts[user]) is value:
+                aliases.append(user)
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputeRegions:
+    """The pass: the user's own calls of `torch.utils.checkpoint`, by way of `Rematerialize`."""
+
+    @property
+    def name(self) -> str:
+        """Name in records."""
+        return "rematerialize"
+
+    def run(self, body: Body, log: Log) -> None:
+        """Place the markers; nothing where no gradient is recorded or nothing was checkpointed."""
+        if body.grad and any(REGION in node.meta for node in body.graph.nodes):
+            Rematerialize(region_values(body)).run(body, log)
 
 
 # ------------------------------------------------------------------------------------- segments

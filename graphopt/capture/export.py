@@ -33,7 +33,6 @@ from graphopt.capture.symbols import ShapeGuards
 from graphopt.capture.watch import (
     Draws,
     drawing,
-    refuse_checkpointing,
     refuse_hooks,
     watching,
 )
@@ -116,7 +115,6 @@ def capture(
     inputs = sig.flatten_arguments(args, kwargs, leaves)
     names = sig.leaf_names(inputs, signature)
     refuse_layouts(module, names, leaves)
-    refuse_checkpointing(module)
     refuse_hooks(module)
     with LOCK:
         exported = _export(module, inputs, leaves, dynamic or {})

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from graphopt.errors import CaptureError
 from graphopt.graph.body import CONSTANTS
+from graphopt.graph.edit import REGION
 
 _DROPPED = re.compile(
     r"aten\._assert_tensor_metadata|aten\._assert_scalar|aten\._assert_async"
@@ -22,7 +23,7 @@ _DROPPED = re.compile(
 )
 _OUR_FRAME = f'File "{os.path.dirname(os.path.abspath(__file__))}'
 _NEXT_FRAME = '\n  File "'
-_KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn")
+_KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", REGION)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """What `torch.export` would drop without a word, detected while it traces.
 
-A custom `autograd.Function` loses its backward, tensor hooks and inner gradients vanish, activation
-checkpointing is inlined. During a capture the entry points of these are replaced by ones that
-refuse by name; calls from other threads go through to the originals.
+A custom `autograd.Function` loses its backward, tensor hooks and inner gradients vanish. During a
+capture the entry points of these are replaced by ones that refuse by name; calls from other threads
+go through to the originals. What runs under `torch.utils.checkpoint` is inlined, and its nodes are
+marked with the number of their region, for a later pass to recompute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import random
 import sys
 import threading
@@ -17,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
 from graphopt.capture.failure import user_frame
 from graphopt.errors import CaptureError
+from graphopt.graph.edit import REGION
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -37,17 +41,19 @@ GLOBAL_HOOKS: dict[str, dict[int, Any]] = {
 """The hooks of every module of the process, by torch's name for them."""
 
 
-_RECORDERS = "transformers.utils.output_capturing"
+_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
 def foreign(dicts: list[dict[int, Any]]) -> bool:
     """Whether any of these hooks would be lost in a graph.
 
     Hugging Face's recorders of hidden states, attentions and router logits would not: they do
-    nothing but hand values on to the forward around them, which a trace follows.
+    nothing but hand values on to the forward around them, which a trace follows. Nor would the hook
+    that makes the embeddings require a gradient, which activation checkpointing switches on: where
+    results then require one that would not otherwise, capture says so.
     """
     hooks = (h for d in dicts if d for h in d.values())
-    return any(getattr(h, "__module__", None) != _RECORDERS for h in hooks)
+    return any(getattr(h, "__module__", None) not in _HARMLESS for h in hooks)
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -87,27 +93,74 @@ def hook_dicts(modules: list[nn.Module]) -> list[dict[int, Any]]:
     return [*(m.__dict__[h] for m in modules[1:] for h in _HOOKS), *GLOBAL_HOOKS.values()]
 
 
-def refuse_checkpointing(module: nn.Module) -> None:
-    """Refuse a model whose own activation checkpointing is on (Hugging Face's switch).
+class _Regions:
+    """The calls of `torch.utils.checkpoint` during a trace.
 
-    Raises:
-        CaptureError: names the submodule; only when gradients would be recorded.
+    Attributes:
+        now: the region that runs, the outermost of nested ones; None outside.
     """
-    if not torch.is_grad_enabled():
-        return
-    for path, child in module.named_modules():
-        if child.__dict__.get("gradient_checkpointing") is True and child.training:
-            raise _checkpointing(f"{path or 'the root module'}.gradient_checkpointing is True")
 
+    def __init__(self) -> None:
+        self.now: int | None = None
+        self._count = 0
 
-def _checkpointing(at: str | None) -> CaptureError:
-    return CaptureError(
-        "activation checkpointing inside the model",
-        at=at,
-        why="capture would inline the region, so that the memory it saves is lost",
-        try_="turn it off (model.gradient_checkpointing_disable()); torch.utils.checkpoint(...,"
-        " use_reentrant=False) around the optimized module, or around attached blocks, works",
-    )
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """One region."""
+        before = self.now
+        if before is None:
+            self._count += 1
+            self.now = self._count
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def watched_create(self, original: Any, here: Any) -> Any:
+        """`Graph.create_node` that marks what a region makes."""
+
+        def create_node(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+            node = original(graph, *args, **kwargs)
+            if self.now is not None and here():
+                node.meta[REGION] = self.now
+            return node
+
+        return create_node
+
+    def watched_checkpoint(self, original: Any, here: Any) -> Any:
+        """Checkpointing without reentrant autograd: runs the function as a region."""
+        signature = inspect.signature(original)
+
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if not here() or not torch.is_grad_enabled():
+                yield from original(*args, **kwargs)
+                return
+            contexts = signature.bind(*args, **kwargs).arguments.get("context_fn")
+            if contexts not in (None, torch.utils.checkpoint.noop_context_fn):
+                raise CaptureError(
+                    "activation checkpointing with a context_fn (a selective policy)",
+                    at=user_frame(),
+                    why="capture keeps a checkpoint as a region that is recomputed; it cannot ask"
+                    " a policy about ops that a graph no longer holds",
+                    try_="leave context_fn out; optimize(..., memory_budget=...) chooses what to"
+                    " recompute; or on_error='fallback'",
+                )
+            with self.inside():
+                yield
+
+        return checkpoint
+
+    def reentrant(self, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """`CheckpointFunction.apply`, as a region."""
+        if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            raise CaptureError(
+                "reentrant activation checkpointing of inputs that take no gradient",
+                at=user_frame(),
+                why="eager then gives the parameters inside no gradients either",
+                try_="checkpoint(..., use_reentrant=False)",
+            )
+        with self.inside():
+            return function(*args)
 
 
 def _place(function: Any) -> str | None:
@@ -131,10 +184,12 @@ def watching() -> Iterator[None]:
         original = getattr(owner, name) if own is None else own
         setattr(owner, name, make(original, lambda: threading.get_ident() == thread))
 
-    replace(torch.autograd.Function, "apply", _watched_apply)
+    regions = _Regions()
+    replace(fx.Graph, "create_node", regions.watched_create)
+    replace(torch.autograd.Function, "apply", functools.partial(_watched_apply, regions))
     checkpointing = "_checkpoint_without_reentrant_generator"
     if hasattr(torch.utils.checkpoint, checkpointing):
-        replace(torch.utils.checkpoint, checkpointing, _watched_checkpoint)
+        replace(torch.utils.checkpoint, checkpointing, regions.watched_checkpoint)
     replace(torch.autograd, "grad", _refusing("an inner torch.autograd.grad"))
     replace(torch.autograd, "backward", _refusing("an inner backward"))
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -226,7 +281,7 @@ def _seeding() -> Iterator[tuple[Any, str]]:
                 yield owner, name
 
 
-def _watched_apply(original: Any, here: Any) -> Any:
+def _watched_apply(regions: _Regions, original: Any, here: Any) -> Any:
     function = original.__func__ if isinstance(original, classmethod) else original
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +289,7 @@ def _watched_apply(original: Any, here: Any) -> Any:
         operator = cls.__module__.startswith(("graphopt.", "torch._library."))
         if here() and not operator and torch.is_grad_enabled():
             if cls.__module__ == "torch.utils.checkpoint":
-                raise _checkpointing(user_frame())
+                return regions.reentrant(*args, **kwargs)
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
             if any(t.requires_grad for t in tensors):
                 raise CaptureError(
@@ -256,15 +311,6 @@ def _watched_inference(original: Any, here: Any) -> Any:
         return (refuse if mode.mode and torch.is_grad_enabled() else original)(mode)
 
     return enter
-
-
-def _watched_checkpoint(original: Any, here: Any) -> Any:
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if here() and torch.is_grad_enabled():
-            raise _checkpointing(user_frame())
-        return original(*args, **kwargs)
-
-    return checkpoint
 
 
 def _refusing(what: str) -> Any:

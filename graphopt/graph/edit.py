@@ -19,7 +19,10 @@ from graphopt.graph.facts import tensors_of
 from graphopt.graph.record import site_of
 
 PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
+REGION = "graphopt_checkpoint"
+"""On a node that ran inside the user's own `torch.utils.checkpoint`: the number of that call."""
 MARKS = (
+    REGION,
     "graphopt_precision_fixed",
     "graphopt_autocast",
     "graphopt_precision",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphopt.errors import CaptureError
+from graphopt.graph.edit import REGION
 from graphopt.module import GraphoptModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,8 +115,13 @@ def test_a_cache_as_an_argument_is_refused_by_name(hf):
             opt(ids[:, :1], past_key_values=cache)
 
 
-def test_their_checkpointing_switch_is_refused(hf):
+def test_their_checkpointing_switch_marks_the_layers(hf):
     model = llama(hf).train()
     model.gradient_checkpointing_enable()
-    with pytest.raises(CaptureError, match="checkpointing_disable"):
-        GraphoptModule(model)(**inputs(2, 8))
+    opt = GraphoptModule(model)
+    opt(**inputs(2, 8))
+    regions = {n.meta.get(REGION) for n in opt.graph.nodes if n.op == "call_function"}
+    assert regions == {None, *range(1, model.config.num_hidden_layers + 1)}
+    model.gradient_checkpointing_disable()
+    opt(**inputs(2, 8))
+    assert not any(REGION in n.meta for n in opt.graph.nodes)

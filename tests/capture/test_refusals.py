@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from graphopt.capture import capture
 from graphopt.errors import (
@@ -63,16 +62,6 @@ class Hook(nn.Module):
 class Gradient(nn.Module):
     def forward(self, x):
         return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
-
-
-class Reentrant(nn.Module):
-    def forward(self, x):
-        return checkpoint(torch.sin, x, use_reentrant=True)
-
-
-class Checkpointed(nn.Module):
-    def forward(self, x):
-        return checkpoint(torch.sin, x, use_reentrant=False)
 
 
 class PythonRandom(nn.Module):
@@ -138,8 +127,6 @@ def given():
         (Function, "autograd.Function (Straight)", "return Straight.apply(x)"),
         (Hook, "Tensor.register_hook in forward", "x.register_hook"),
         (Gradient, "an inner torch.autograd.grad", "return torch.autograd.grad"),
-        (Reentrant, "activation checkpointing", "use_reentrant=True"),
-        (Checkpointed, "activation checkpointing", "use_reentrant=False"),
         (PythonRandom, "Python's random module", None),
         (NumpyRandom, "numpy's global generator", None),
         (Assigns, "assigns the attribute 'last' (a tensor)", None),

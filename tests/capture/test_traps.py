@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from graphopt.errors import CaptureError, GraphoptWarning
 from graphopt.module import GraphoptModule, Settings
@@ -99,6 +99,10 @@ def saved_on_cpu(self, x):
         return x.sin()
 
 
+def selective():
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
 REFUSED = {
     "a custom function": (lambda self, x: Straight.apply(x), "autograd.Function (Straight)"),
     "one with two arguments": (lambda self, x: Mean.apply(x, 2), "autograd.Function (Mean)"),
@@ -106,13 +110,13 @@ REFUSED = {
     "an inner gradient": (lambda self, x: penalty(x), "inner torch.autograd.grad"),
     "an inner backward": (inner_backward, "inner backward"),
     "retain_grad": (retained, "Tensor.retain_grad"),
-    "checkpointing": (
-        lambda self, x: checkpoint(torch.sin, x, use_reentrant=False),
-        "activation checkpointing",
+    "a selective checkpoint": (
+        lambda self, x: checkpoint(torch.sin, x, use_reentrant=False, context_fn=selective),
+        "activation checkpointing with a context_fn",
     ),
-    "reentrant checkpointing": (
-        lambda self, x: checkpoint(torch.sin, x, use_reentrant=True),
-        "activation checkpointing",
+    "a reentrant checkpoint without gradients": (
+        lambda self, x: checkpoint(torch.sin, x.detach(), use_reentrant=True) + x,
+        "reentrant activation checkpointing of inputs that take no gradient",
     ),
     "torch.manual_seed": (lambda self, x: (torch.manual_seed(0), x)[1], "torch.manual_seed"),
     "fork_rng": (forked, "torch.set_rng_state"),
