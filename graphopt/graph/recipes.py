@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from graphopt.errors import PassError
+from graphopt.graph import ops
 from graphopt.remat import Again, Call, Held, Recipe, is_marker
 
 
@@ -74,7 +76,37 @@ def again(node: fx.Node) -> Call:
     if node.target is torch.ops.graphopt.batch_norm.default:
         x, weight, bias, _mean, _var, momentum, eps = node.args
         return Call(_batch_norm, (x, weight, bias, momentum, eps))
+    total = sum_of(node)
+    if total is not None:
+        return _norm_of(node.args[0], total, node.meta["val"].dtype)  # type: ignore[arg-type]
     return Call(node.target, node.args, node.kwargs)
+
+
+_NORMS: dict[Any, Any] = {
+    torch.ops.graphopt.add_rms_norm.default: torch.ops.graphopt.rms_norm.default,
+    torch.ops.graphopt.add_layer_norm.default: torch.ops.graphopt.layer_norm.default,
+}
+"""Norms of a sum, which return the norm and the sum: the norm alone, of the sum."""
+
+
+def sum_of(item: fx.Node) -> fx.Node | None:
+    """For the norm that an op returns beside the sum under it, that sum; None for all else.
+
+    The norm can be computed again from the sum alone, so it can be dropped where the sum is kept.
+    """
+    if item.target is not operator.getitem or item.args[1] != 0:
+        return None
+    op: Any = item.args[0]
+    if op.target not in _NORMS or ops.argument(op, "dropout_p") != 0.0:
+        return None
+    return next((u for u in op.users if u.target is operator.getitem and u.args[1] == 1), None)
+
+
+def _norm_of(op: fx.Node, total: fx.Node, dtype: torch.dtype) -> Call:
+    names = ("weight", "bias", "eps", "weight_offset", "round_dtype")
+    known = [n for n, _ in ops.parameters(op.target) or ()]
+    more = {n: ops.argument(op, n) for n in names if n in known}
+    return Call(_NORMS[op.target], (total,), {**more, "out_dtype": dtype})
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Any:
