@@ -82,10 +82,7 @@ def again(node: fx.Node) -> Call:
     return Call(node.target, node.args, node.kwargs)
 
 
-_NORMS: dict[Any, Any] = {
-    torch.ops.graphopt.add_rms_norm.default: torch.ops.graphopt.rms_norm.default,
-    torch.ops.graphopt.add_layer_norm.default: torch.ops.graphopt.layer_norm.default,
-}
+_NORMS = {"graphopt.add_rms_norm": "rms_norm", "graphopt.add_layer_norm": "layer_norm"}
 """Norms of a sum, which return the norm and the sum: the norm alone, of the sum."""
 
 
@@ -97,7 +94,7 @@ def sum_of(item: fx.Node) -> fx.Node | None:
     if item.target is not operator.getitem or item.args[1] != 0:
         return None
     op: Any = item.args[0]
-    if op.target not in _NORMS or ops.argument(op, "dropout_p") != 0.0:
+    if ops.op_name(op.target) not in _NORMS or ops.argument(op, "dropout_p") != 0.0:
         return None
     return next((u for u in op.users if u.target is operator.getitem and u.args[1] == 1), None)
 
@@ -106,7 +103,8 @@ def _norm_of(op: fx.Node, total: fx.Node, dtype: torch.dtype) -> Call:
     names = ("weight", "bias", "eps", "weight_offset", "round_dtype")
     known = [n for n, _ in ops.parameters(op.target) or ()]
     more = {n: ops.argument(op, n) for n in names if n in known}
-    return Call(_NORMS[op.target], (total,), {**more, "out_dtype": dtype})
+    norm = getattr(torch.ops.graphopt, _NORMS[ops.op_name(op.target)]).default
+    return Call(norm, (total,), {**more, "out_dtype": dtype})
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Any:
