@@ -8,6 +8,7 @@ its node. So the facts are those of autograd's own engine, not of a model of it.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -53,6 +54,17 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class ItemFacts:
+    """One of several results of a node, in a storage of its own; fields as of `ValueFacts`."""
+
+    bytes: int
+    saved_bytes: int
+    last_use: int
+    freed: int
+    unpacks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class ValueFacts:
     """A node that owns storages. Steps are indices of `Facts.steps`.
 
@@ -71,6 +83,8 @@ class ValueFacts:
         transient: bytes that live only inside its op, beside its result and what autograd keeps.
         backward_transient: the most bytes that its backward holds above what was alive before it.
         backward_ms: time of its backward.
+        items: of an op with several results, each that has a storage of its own, by the name of the
+            node that takes it.
     """
 
     bytes: int
@@ -86,6 +100,7 @@ class ValueFacts:
     transient: int
     backward_transient: int
     backward_ms: float
+    items: dict[str, ItemFacts] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +257,10 @@ class _Run:
     def __init__(self, body: Body, recorder: Recorder, watcher: _Watcher) -> None:
         self.body, self.recorder, self.watcher = body, recorder, watcher
         self.owner: dict[int, str] = {}
+        self.items: dict[
+            int, tuple[str, str]
+        ] = {}  # allocation -> (its op, the node that takes it)
+        self.last_read: dict[int, int] = {}  # allocation -> the last step of the forward
         self.reads: dict[str, dict[str, None]] = {}
         self.last_use: dict[str, int] = {}
         self.step_of: dict[str, int] = {}
@@ -280,6 +299,9 @@ class _Run:
         roots = dict.fromkeys(self._owners((args, kwargs)))
         for name in roots:
             self.last_use[name] = index
+        for found in map(self.recorder.tracker.find, storages_of((args, kwargs))):
+            if found is not None:
+                self.last_read[found.index] = index
         born = len(self.recorder.tracker.allocations)
         out = node.target(*args, **kwargs)  # type: ignore[operator]
         self.recorder.labels.note(watcher.label)
@@ -287,6 +309,8 @@ class _Run:
             found = self.recorder.tracker.find(part)
             if found is not None and found.index >= born:
                 self.owner.setdefault(found.index, node.name)
+            if found is not None and node.target is operator.getitem:
+                self.items.setdefault(found.index, (node.args[0].name, node.name))  # type: ignore[union-attr]
         self.reads[node.name] = roots
         self._env[node] = out
 
@@ -368,6 +392,21 @@ def _values(
         if index not in run.owner and not made.kind:
             internal[label.name] = internal.get(label.name, 0) + made.bytes
     asked: dict[str, list[int]] = {}
+    taken: dict[int, list[int]] = {}
+    for i, mark in enumerate(watcher.marks):
+        for index in dict.fromkeys(a.index for a in mark.unpacked):
+            taken.setdefault(index, []).append(i)
+    items: dict[str, dict[str, ItemFacts]] = {}
+    for index, (op, item) in run.items.items():
+        if run.owner.get(index) == op:
+            made = allocations[index]
+            items.setdefault(op, {})[item] = ItemFacts(
+                bytes=made.bytes,
+                saved_bytes=made.bytes if index in watcher.saved else 0,
+                last_use=run.last_read.get(index, 0),
+                freed=_freed([made], watcher.marks),
+                unpacks=tuple(taken.get(index, ())),
+            )
     backward: dict[str, list[Step]] = {}
     for i, s in enumerate(steps):
         for name in s.unpacks:
@@ -393,6 +432,7 @@ def _values(
             transient=max(0, steps[at].peak - steps[at].before - size - inside),
             backward_transient=max((s.peak - behind[0].before for s in behind), default=0),
             backward_ms=sum(s.ms for s in behind),
+            items=items.get(name, {}),
         )
     return found
 

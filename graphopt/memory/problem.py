@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import fx
 
 from graphopt.graph import ops
 from graphopt.graph.body import Body
+from graphopt.graph.recipes import sum_of
 from graphopt.graph.record import Site, site_of
 from graphopt.memory.facts import Facts
 from graphopt.memory.search import Choice, Point
 from graphopt.memory.simulate import Timeline, Value, needed
-from graphopt.passes.remat import reasons
+from graphopt.passes.values import Values, reasons, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,39 +85,58 @@ class Problem:
         shift = 0 if plain is None else plain - facts.peak_bytes
         why = {node.name: reason for node, reason in reasons(body).items()}
         nodes = {n.name: n for n in body.graph.nodes}
-        names = sorted(facts.values, key=lambda n: facts.values[n].made)
-        place = {name: i for i, name in enumerate(names)}
-        asked: dict[str, list[int]] = {}
-        for i, step in enumerate(facts.steps):
-            for name in step.unpacks:
-                asked.setdefault(name, []).append(i)
+        alone = {n.name for n in body.graph.nodes if sum_of(n) is not None}
+        place: dict[str, int] = {}
+        for name in sorted(facts.values, key=lambda n: facts.values[n].made):
+            for one in (name, *(i for i in facts.values[name].items if i in alone)):
+                place[one] = len(place)
+        reads = _reads(body, place)
         values = []
-        for name in names:
+        for name in (n for n in place if n in facts.values):
             f = facts.values[name]
-            values.append(
-                Value(
-                    name=name,
-                    bytes=f.bytes,
-                    saved=f.saved_bytes,
-                    made=f.made,
-                    last_use=f.last_use,
-                    freed=f.freed,
-                    unpacks=tuple(dict.fromkeys(asked.get(name, ()))) if f.saved_bytes else (),
-                    reads=tuple(sorted(place[r] for r in f.reads if r in place)),
-                    ms=f.ms,
-                    transient=f.transient,
-                    why_not=why.get(name, "is no value of the graph"),
-                )
+            whole = Value(
+                name=name,
+                bytes=f.bytes,
+                saved=f.saved_bytes,
+                made=f.made,
+                last_use=f.last_use,
+                freed=f.freed,
+                unpacks=f.unpacks if f.saved_bytes else (),
+                reads=reads[name],
+                ms=f.ms,
+                transient=f.transient,
+                why_not=why.get(name, "is no value of the graph"),
+                spans=tuple((i.saved_bytes, i.last_use, i.freed) for i in f.items.values()),
             )
+            values.append(whole)
+            for item in (i for i in f.items if i in place):
+                own = f.items[item]
+                values.append(
+                    Value(
+                        name=item,
+                        bytes=own.bytes,
+                        saved=own.saved_bytes,
+                        made=f.made,
+                        last_use=own.last_use,
+                        freed=own.freed,
+                        unpacks=own.unpacks if own.saved_bytes else (),
+                        reads=(place[name],),
+                        ms=f.ms
+                        / 2,  # of the sum, which is there, no operand is read nor result written
+                        why_not=whole.why_not and f"its op {whole.why_not}",
+                        part_of=place[name],
+                    )
+                )
         before = tuple(s.before + shift for s in facts.steps)
         peak = tuple(s.peak + shift for s in facts.steps)
         timeline = Timeline(before, peak, tuple(values))
-        sites = tuple((site_of(nodes[n]), ops.op_name(nodes[n].target)) for n in names)
-        return cls(timeline, sites, sum(v.ms for v in values))
+        sites = tuple(map(_site, (nodes[n] for n in place)))
+        return cls(timeline, sites, sum(v.ms for v in values if v.part_of is None))
 
     def names(self, dropped: Choice) -> frozenset[str]:
         """The names of some values."""
-        return frozenset(self.timeline.values[i].name for i in dropped)
+        values = self.timeline.values
+        return frozenset(values[i].name for i in dropped if values[i].part_of not in dropped)
 
     def recomputes(self, dropped: Choice) -> tuple[Recompute, ...]:
         """What a plan recomputes, in words."""
@@ -136,3 +159,23 @@ class Problem:
         return tuple(
             CurvePoint(p.peak, p.ms, len(needed(self.timeline, p.dropped))) for p in points
         )
+
+
+def _site(node: fx.Node) -> tuple[Site, str]:
+    """Where a value came from, and its op; for an item those of the op that returned it."""
+    op: Any = node.args[0] if node.target is operator.getitem else node
+    return site_of(op), ops.op_name(op.target)
+
+
+def _reads(body: Body, place: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """For each value those that its op reads, whole ones and items, views of them included."""
+    values = Values.of(body.graph)
+    found = {}
+    for node in body.graph.nodes:
+        if node.name in place:
+            parts = [values.parts[source] for source in node.all_input_nodes]
+            owners = [value_of(part) for part in parts]
+            found[node.name] = tuple(
+                sorted({place[n.name] for n in (*parts, *owners) if n.name in place})
+            )
+    return found

@@ -178,6 +178,7 @@ class _Search:
             i
             for i in self.choices
             if i not in point.dropped
+            and self.values[i].part_of not in point.dropped
             and self.values[i].last_use < at < self.values[i].unpacks[0]
             and self._gain(i) > 0
         ]

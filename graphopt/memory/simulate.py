@@ -29,6 +29,9 @@ class Value:
         ms: time of running its op once more.
         transient: bytes that live only inside its op, beside its result.
         why_not: why it may not be recomputed, None where it may.
+        part_of: for one of several results of an op that may be dropped alone, the value of the
+            whole op, which counts it too; then nothing is dropped twice. None for all else.
+        spans: where results of one op differ in that: (saved bytes, last use, freed) of each.
     """
 
     name: str
@@ -42,6 +45,12 @@ class Value:
     ms: float = 0.0
     transient: int = 0
     why_not: str | None = None
+    part_of: int | None = None
+    spans: tuple[tuple[int, int, int], ...] = ()
+
+    def saved_spans(self) -> tuple[tuple[int, int, int], ...]:
+        """Saved bytes with the steps of their last use and their end, each result by itself."""
+        return self.spans or ((self.saved, self.last_use, self.freed),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +97,14 @@ def needed(timeline: Timeline, dropped: Collection[int]) -> set[int]:
     values = timeline.values
     found: set[int] = set()
     for i in sorted(dropped, reverse=True):
+        if values[i].part_of in dropped:
+            continue
         if values[i].unpacks:
             found.add(i)
         if i in found:
-            found.update(j for j in values[i].reads if j in dropped)
+            found.update(
+                j for j in values[i].reads if j in dropped and values[j].part_of not in dropped
+            )
     return found
 
 
@@ -136,8 +149,9 @@ def simulate(timeline: Timeline, dropped: Collection[int], *, levels: bool = Fal
     for i in used:
         v = values[i]
         if v.unpacks:
-            change[v.last_use + 1] -= v.saved
-            change[v.freed + 1] += v.saved
+            for saved, last_use, freed in v.saved_spans():
+                change[last_use + 1] -= saved
+                change[freed + 1] += saved
         made.setdefault(first[i], []).append(i)
         change[first[i]] += v.bytes
         asked = bool(v.unpacks) and v.unpacks[-1] == last[i]
@@ -188,7 +202,8 @@ def compressed(timeline: Timeline) -> Timeline:
     for v in timeline.values:
         for step in v.unpacks:
             starts |= {step, step + 1}
-        starts |= {v.made, v.last_use, v.last_use + 1, v.freed, v.freed + 1}
+        for _, last_use, freed in (*v.saved_spans(), (0, v.last_use, v.freed)):
+            starts |= {v.made, last_use, last_use + 1, freed, freed + 1}
     kept = sorted(s for s in starts if s < count)
     place = [0] * count
     for n, (first, end) in enumerate(zip(kept, [*kept[1:], count], strict=True)):
@@ -200,6 +215,7 @@ def compressed(timeline: Timeline) -> Timeline:
             last_use=place[v.last_use],
             freed=place[v.freed],
             unpacks=tuple(place[s] for s in v.unpacks),
+            spans=tuple((saved, place[last], place[freed]) for saved, last, freed in v.spans),
         )
         for v in timeline.values
     )
