@@ -210,7 +210,7 @@ SAMPLES: dict[str, Callable[[Maker], Args]] = {
         lambda t: (t.spd(3),),
     ),
     "_lu_with_info": lambda t: (t.spd(3),),
-    "linalg_cond.p_str": lambda t: (t.spd(3), "fro"),
+    "linalg_cond.p_str": lambda t: (t.spd(3), "nuc"),
     "linalg_matrix_rank": lambda t: (t.spd(3), 0.1),
     "linalg_matrix_rank.atol_rtol_float": lambda t: (t.spd(3),),
     "linalg_matrix_rank.atol_rtol_tensor": lambda t: (t.spd(3),),
