@@ -15,6 +15,7 @@ from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.record import RewriteRecord, site_of
 from graphopt.graph.text import base_name, identifier, results_of, state_text, statement, unpacked
 from graphopt.options import names_checked
+from graphopt.remat import is_marker
 from graphopt.report.fold import fold, fold_text
 from graphopt.report.subject import Subject, subject_of
 from graphopt.report.view import Code, Part, html_fragment, html_page, plain
@@ -239,7 +240,7 @@ class _Names:
         results = results_of(body.graph)
         found: dict[tuple[str, str], list[str]] = {}
         for node in body.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and not is_marker(node):
                 path = self.module.setdefault(node.name, site_of(node).module)
                 base = self.base.setdefault(node.name, identifier(base_name(node, results)))
                 self.paths.setdefault(path)
@@ -262,7 +263,8 @@ class _Names:
             text = statement(node, names, items)
             starred = {n: self._starred(t, n) for n, t in names.items()}
             key = statement(node, starred, items, _SITE)
-            found.setdefault(path, []).append(_Line(text, key, node.target is not operator.getitem))
+            counts = node.target is not operator.getitem and not is_marker(node)
+            found.setdefault(path, []).append(_Line(text, key, counts))
         return found
 
     def _starred(self, name: str, node: fx.Node) -> str:
@@ -311,7 +313,8 @@ def _successors(
 def _met(node: fx.Node, items: list[fx.Node] | None) -> Iterator[fx.Node]:
     """The nodes that a line names, operands first."""
     yield from node.all_input_nodes
-    yield node
+    if not is_marker(node):
+        yield node
     yield from items or ()
 
 

@@ -214,8 +214,9 @@ def statement(
         hidden: names of arguments whose values are shown as "*".
     """
     if is_marker(node):
-        op = ops.op_name(marked(node).op.target)
-        return f"remat.drop({', '.join(_arguments(node, names))})  # computed again by {op}"
+        parts, op = _arguments(node, names), ops.op_name(marked(node).op.target)
+        parts[1] = "*" if hidden else parts[1]  # numbers the values of the whole graph
+        return f"remat.drop({', '.join(parts)})  # computed again by {op}"
     rule = node.meta.get("graphopt_rule")
     note = type_text(node.meta.get("val")) + (f", {rule}" if rule else "")
     left = ", ".join(names[i] for i in items) if items else names[node]

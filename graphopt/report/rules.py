@@ -111,6 +111,7 @@ def by_rule(
 
 PASSES = {
     "clean": "Drops dead and repeated ops, folds constants.",
+    "rematerialize": "Values that backward needs are dropped in forward and computed again.",
     "seed_dropout": "One seed a forward for all dropouts, so that a kernel can repeat them.",
     "materialize_autocast": "Writes the casts of autocast into the graph.",
     "place_casts": "Moves autocast's casts along views and copies to where they cost least.",
