@@ -24,7 +24,8 @@ def hold_weights(opt: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     Gradients arrive as ever. The weights must not be written inside; a write that can be seen
-    raises at the next call. Casts that stand alone in their block are not kept.
+    raises at the next call. What is cast by an op of its own is not kept: buffers, and parameters
+    that are not contiguous float32 (refusals of `cast_weights` name them).
 
     Args:
         opt: an optimized or attached module.

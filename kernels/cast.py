@@ -123,22 +123,24 @@ def _copied(
 
 
 class _Held:
-    """The copies of one block of `holding`, and the versions of the weights they were made from."""
+    """The copies of one block of `holding`, with what tells whether their weights were written."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[list[int], list[torch.Tensor]]] = {}
+        # The weights are kept as well: another tensor could take the place, and the id, of one.
+        self._known: dict[tuple[Any, ...], tuple[list[Any], list[Any], list[torch.Tensor]]] = {}
 
     def copies(
         self, weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int]
     ) -> list[torch.Tensor]:
         key = (dtype, tuple(stacks), *map(id, weights))
-        versions = [0 if w.is_inference() else w._version for w in weights]
+        marks = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
         if key not in self._known:
             with torch.inference_mode(False):
-                self._known[key] = versions, _copied([w.detach() for w in weights], dtype, stacks)
-        before, copies = self._known[key]
-        if before != versions:
-            changed = next(i for i, v in enumerate(versions) if v != before[i])
+                copies = _copied([w.detach() for w in weights], dtype, stacks)
+            self._known[key] = list(weights), marks, copies
+        _, before, copies = self._known[key]
+        if before != marks:
+            changed = next(i for i, mark in enumerate(marks) if mark != before[i])
             raise GraphOptError(
                 "a weight was written inside hold_weights",
                 why=f"a tensor of shape {list(weights[changed].shape)} changed since its"
@@ -158,8 +160,8 @@ def holding(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
     Args:
         weights: the tensors, which must not be written meanwhile. A write that shows in a tensor's
-            version raises at the next call; one that does not (a fused optimizer's, through
-            `.data`) goes unseen.
+            version or address raises at the next call; one that does not (a fused optimizer's,
+            one into `.data`) goes unseen.
 
     Example:
         >>> w = torch.ones(2)

@@ -78,6 +78,7 @@ class _SeeCasts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@torch.inference_mode(False)  # in which a cast is one opaque `to`, and composites stay whole
 def observe(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, dtype: torch.dtype
 ) -> Observation:
