@@ -139,15 +139,13 @@ def _forward_reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
     loss, statistics, total = _outputs(c, torch.empty)
     at, counts = _targets(c)
     x = c.logits[..., : c.width].reshape(-1, c.width).to(statistics.dtype)
-    peak = x.amax(-1, keepdim=True)
-    shifted = x - peak
-    log_sum = shifted.exp().sum(-1, keepdim=True).log()
-    statistics[0], statistics[1] = peak[:, 0], log_sum[:, 0]
+    log_p = torch.log_softmax(x, -1)
+    statistics[0], statistics[1] = x.amax(-1), -log_p.amax(-1)  # at the maximum: -log(sum)
     w = x.new_ones(()) if c.weight is None else c.weight.to(x.dtype)
     w_row = w.expand(c.width)[at]
-    rows = -(shifted.gather(-1, at[:, None]) - log_sum)[:, 0] * w_row
+    rows = -log_p.gather(-1, at[:, None])[:, 0] * w_row
     if c.label_smoothing:
-        smooth = -((shifted - log_sum) * w).sum(-1)
+        smooth = -(log_p * w).sum(-1)
         rows = (1 - c.label_smoothing) * rows + c.label_smoothing / c.width * smooth
     rows = torch.where(counts, rows, 0.0)
     if c.reduction == NONE:
@@ -207,7 +205,7 @@ def _backward_reference(grad: torch.Tensor, *arguments: Any) -> torch.Tensor:
     at, counts = _targets(c)
     dtype = statistics.dtype
     x = c.logits[..., : c.width].reshape(-1, c.width).to(dtype)
-    p = ((x - statistics[0][:, None]) - statistics[1][:, None]).exp_()
+    p = (x - statistics[0][:, None]).sub_(statistics[1][:, None]).exp_()
     w = x.new_ones(()) if c.weight is None else c.weight.to(dtype)
     scale = grad.to(dtype) / total if c.reduction == MEAN else grad.to(dtype).reshape(-1)
     # Ignored rows: zero whatever comes in, but NaN where the softmax is, as in eager.
@@ -217,7 +215,9 @@ def _backward_reference(grad: torch.Tensor, *arguments: Any) -> torch.Tensor:
     slope = p.mul_(hit + every * w.expand(c.width).sum())
     slope.scatter_add_(-1, at[:, None], -hit)
     if c.label_smoothing:
-        slope = slope - every * w
+        slope -= every * w
+    if dx.is_contiguous() and dx.dtype == dtype and c.width == dx.shape[-1]:
+        return slope.reshape(dx.shape)
     dx[..., : c.width] = slope.reshape(*c.logits.shape[:-1], c.width)
     dx[..., c.width :] = 0
     return dx
