@@ -64,12 +64,14 @@ def pareto(timeline: Timeline, levels: int = LEVELS) -> list[Point]:
     plain = search.tried(frozenset())
     tightest = min((search.tried(s) for s in search.seeds()), key=_order, default=plain)
     lowest = search.down(plain.dropped, 0, best=True)
-    floor = search.settle(min(plain, tightest, lowest, key=_order)).peak
+    floor = search.lowest(search.settle(min(plain, tightest, lowest, key=_order))).peak
     seeds = sorted({*search.points}, key=_order)
     above: Choice = frozenset()
     for i in range(1, levels + 1):
         limit = plain.peak - (plain.peak - floor) * i // levels
         found = search.down(above, limit)
+        if found.peak > limit:
+            found = search.squeeze(found, limit)
         if found.peak <= limit:
             above = found.dropped
             search.up(above, limit)
@@ -77,7 +79,8 @@ def pareto(timeline: Timeline, levels: int = LEVELS) -> list[Point]:
             search.up(seed.dropped, limit)
         search.polish(limit)
     if len(timeline.values) <= SMALL:
-        for point in search.front()[1:]:
+        front = search.front()[1:]
+        for point in front[:: max(1, len(front) // levels)]:
             search.settle(point)
     return search.front()
 
@@ -256,6 +259,64 @@ class _Search:
                 return point
             point = best
 
+    def lowest(self, point: Point) -> Point:
+        """The lowest peak that small changes lead to."""
+        for percent in (90, 95, 98, 99):
+            while True:
+                lower = self.squeeze(point, point.peak * percent // 100)
+                if lower.peak * 100 > point.peak * percent:
+                    break
+                point = lower
+        return point
+
+    def squeeze(self, point: Point, limit: int) -> Point:
+        """Bring all steps within a limit by one change after the other, or give the lowest met.
+
+        What counts is by how much all steps together are above the limit: a change that lowers one
+        of two high steps is one in the right direction, though the peak stays.
+        """
+        over, lowest = self._excess(point, limit), point
+        for _ in range(self.turns):
+            if not over:
+                break
+            moved = [self.tried(point.dropped ^ {i}) for i in self._suspects(point, limit)]
+            best = min(moved, key=lambda p: (self._excess(p, limit), *_order(p)), default=point)
+            if self._excess(best, limit) >= over:
+                break
+            point, over = best, self._excess(best, limit)
+            lowest = min(lowest, point, key=_order)
+        return lowest
+
+    def _excess(self, point: Point, limit: int) -> int:
+        return sum(level - limit for level in self.outcome(point.dropped).levels if level > limit)
+
+    def _suspects(self, point: Point, limit: int) -> list[int]:
+        """Values whose change may lower a step that is above a limit, a few for each such step.
+
+        Kept ones that lie there and are asked for later; dropped ones that are there early, for
+        what is computed from them.
+        """
+        levels = self.outcome(point.dropped).levels
+        high = [s for s, level in enumerate(levels) if level > limit]
+        high.sort(key=lambda s: (-levels[s], s))
+        found: dict[int, None] = {}
+        for step in high[:2]:
+            there = [
+                i
+                for i in (*self.choices, *self.lazy)
+                if self.values[i].last_use < step <= max(self.values[i].unpacks, default=step)
+            ]
+            there.sort(key=lambda i: (-self.values[i].bytes, i))
+            large = there[: 4 * self.tries]
+            found |= dict.fromkeys(large[:: max(1, len(large) // self.tries)])
+            found |= dict.fromkeys(sorted(there)[-2:])  # near the end of the forward
+        return list(found)
+
+    @property
+    def turns(self) -> int:
+        """How many changes one squeeze makes."""
+        return max(6, 2000 // (len(self.values) + 1))
+
     def polish(self, limit: int) -> None:
         """Keep the dearest recomputes of the best plan and drop others in their place."""
         best = min(
@@ -281,14 +342,18 @@ class _Places:
     def __init__(self, values: Sequence[Value]) -> None:
         self.values = values
         n = len(values)
+        sizes = [v.bytes if v.part_of is None else 0 for v in values]
+        for v in values:
+            if v.part_of is not None:  # cheap to make again: no reason to keep it at a border
+                sizes[v.part_of] -= v.bytes
         self.last = list(range(n))
         for i, v in enumerate(values):
             for j in v.reads:
                 self.last[j] = i
         change = [0] * (n + 2)
         for j, end in enumerate(self.last):
-            change[j + 1] += values[j].bytes
-            change[end + 1] -= values[j].bytes
+            change[j + 1] += sizes[j]
+            change[end + 1] -= sizes[j]
         self.crossing, live = [], 0
         for i in range(n + 1):
             live += change[i]
@@ -296,23 +361,26 @@ class _Places:
         self.cuts = [
             i
             for i in range(1, n)
-            if self.crossing[i] <= self.crossing[i - 1] and self.crossing[i] < self.crossing[i + 1]
+            if self.crossing[i] <= min(self.crossing[i - 1], self.crossing[i + 1])
         ]
         sums = [0]
         for v in values:
-            sums.append(sums[-1] + v.saved)
+            sums.append(sums[-1] + (v.saved if v.part_of is None else 0))
         self.sums = sums
 
-    def kept_sets(self, most: int = 8) -> Iterable[frozenset[int]]:
+    def kept_sets(self, most: int = 14) -> Iterable[frozenset[int]]:
         """Values to keep, for longer and longer segments."""
         total = self.sums[-1]
         widest = total
         for _ in range(most):
             kept = frozenset(
-                j for cut in self._chosen(widest) for j in range(cut) if j < cut <= self.last[j]
+                j
+                for cut in self._chosen(widest)
+                for j in range(cut)
+                if cut <= self.last[j] and self.values[j].part_of is None
             )
             yield kept
-            widest = widest * 5 // 8
+            widest = widest * 3 // 4
 
     def _chosen(self, widest: int) -> list[int]:
         """The cuts whose crossing bytes are least in sum, with no segment above a width."""
