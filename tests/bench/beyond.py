@@ -17,10 +17,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from models import llama, tokens
 
 import graphopt
 from graphopt.errors import GraphoptWarning
-from models import llama, tokens
 
 GIB = 2**30
 
