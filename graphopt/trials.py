@@ -52,6 +52,7 @@ class Outcome:
         rewrites: what the passes did, by ordinal.
         captured: the graph before them.
         error: what the predicate raised, None where it answered.
+        also: what the passes did to other graphs that the predicate ran, each by its own ordinals.
     """
 
     good: bool
@@ -59,6 +60,7 @@ class Outcome:
     rewrites: tuple[RewriteRecord, ...]
     captured: Body
     error: Exception | None = None
+    also: tuple[tuple[RewriteRecord, ...], ...] = ()
 
 
 class Judge(Protocol):
@@ -287,6 +289,7 @@ class PredicateJudge:
         opt._store = _KeepingStore(self.kept, self.model, self.settings, compiler)
         if self.args is not None:
             opt.capture(self.args, self.kwargs)
+            opt._store.exact.clear()  # from here on it holds the graphs that the predicate runs
         device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
         with warnings.catch_warnings(), restored(self.model), forked_rng(SEED, device):
             warnings.simplefilter("ignore", GraphoptWarning)
@@ -298,7 +301,8 @@ class PredicateJudge:
                 detail = f"the predicate raised {type(error).__name__}: {error}"
             else:
                 good = _truth(answer)
-        entries = opt._store.entries()
+        ran = [e for e in opt._store.exact.values() if isinstance(e, Entry)]
+        entries = list({id(e): e for e in ran}.values()) or opt._store.entries()
         if not entries:
             raise OptionError(
                 "the predicate did not call the module that it was given",
@@ -306,8 +310,10 @@ class PredicateJudge:
                 try_="pass example_inputs, or call the module in the predicate",
             )
         # Each mode has a graph, and each graph its own ordinals: the longest list is searched.
-        longest = max(entries, key=lambda e: len(e.compiled.result.rewrites)).compiled.result
-        return Outcome(good, detail, tuple(longest.rewrites), longest.captured, raised)
+        results = [e.compiled.result for e in entries]
+        results.sort(key=lambda r: -len(r.rewrites))
+        longest, also = results[0], tuple(tuple(r.rewrites) for r in results[1:])
+        return Outcome(good, detail, tuple(longest.rewrites), longest.captured, raised, also)
 
     def nothing(self) -> Outcome:
         """The predicate on the graph as captured."""

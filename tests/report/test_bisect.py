@@ -54,6 +54,22 @@ class Model(nn.Module):
         return x
 
 
+@rule("canonical", register=False)
+def only_without_gradients(x):  # type: ignore[no-untyped-def]
+    """relu becomes sigmoid, in graphs without gradients."""
+    return aten.relu.default(x)
+
+
+@only_without_gradients.check
+def _(m: Match) -> str | None:
+    return "there are gradients" if m.body.grad else None
+
+
+@only_without_gradients.replace
+def _(m: Match) -> fx.Node:
+    return m.call(aten.sigmoid.default, m.x)
+
+
 def planted(*wrong: str) -> Rule:
     """A rule on every LayerNorm, with a wrong eps in some modules."""
 
@@ -265,6 +281,30 @@ def test_a_predicate_needs_no_example_inputs_when_it_calls_the_module(
 
     found = graphopt.bisect(block, predicate=right, rules=[RIGHT, planted("layers.0.norm")])
     assert [c.record.site.module for c in found.culprits] == ["layers.0.norm"]
+
+
+def test_the_graph_that_a_predicate_runs_is_searched(block: Model, x: torch.Tensor) -> None:
+    def right(opt: graphopt.GraphoptModule) -> bool:
+        with torch.no_grad():
+            return torch.allclose(opt(x), block(x), atol=1e-4)
+
+    rules = ["default,-bias_act", only_without_gradients]
+    found = graphopt.bisect(block, x, predicate=right, rules=rules)
+    assert found.culprit is not None
+    assert found.culprit.rule == "only_without_gradients"
+
+
+def test_graphs_with_other_ordinals_are_told(block: Model, x: torch.Tensor) -> None:
+    def right(opt: graphopt.GraphoptModule) -> bool:
+        opt(x)
+        with torch.no_grad():
+            opt(x)
+        return not any(r.rule == "only_without_gradients" for r in opt.rewrites)
+
+    rules = ["layer_norm,bias_act", only_without_gradients]
+    found = graphopt.bisect(block.eval(), x, predicate=right, rules=rules)
+    assert "the predicate ran 2 graphs, each with its own ordinals" in found.notes[0]
+    assert "#0 only_without_gradients at layers.0" in found.notes[0]
 
 
 def test_a_predicate_that_raises_counts_as_wrong(block: Model, x: torch.Tensor) -> None:
