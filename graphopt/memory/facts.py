@@ -174,6 +174,7 @@ def measure(
         only=body.device.type,
         inside=wanted.type == body.device.type,
         watch=watcher.dispatched,
+        account=watcher,
     )
     watcher.recorder = recorder
     run = _Run(body, recorder, watcher)
@@ -235,6 +236,18 @@ class _Watcher:
         mark.bytes += cost.bytes
         mark.flops += cost.flops
         mark.ms += self.rates.ms(cost, dtype)
+
+    def total(self) -> tuple[float, ...]:
+        """Bytes, FLOPs and milliseconds of the present step so far."""
+        mark = self.present()
+        return mark.bytes, mark.flops, mark.ms
+
+    def add(self, more: tuple[float, ...]) -> None:
+        """Add those of an operation that ran before in the same way."""
+        mark = self.present()
+        mark.bytes += int(more[0])
+        mark.flops += int(more[1])
+        mark.ms += more[2]
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves a tensor."""
@@ -309,8 +322,9 @@ class _Run:
             found = self.recorder.tracker.find(part)
             if found is not None and found.index >= born:
                 self.owner.setdefault(found.index, node.name)
-            if found is not None and node.target is operator.getitem:
-                self.items.setdefault(found.index, (node.args[0].name, node.name))  # type: ignore[union-attr]
+            source = node.args[0] if node.target is operator.getitem else None
+            if found is not None and isinstance(source, fx.Node):
+                self.items.setdefault(found.index, (source.name, node.name))
         self.reads[node.name] = roots
         self._env[node] = out
 

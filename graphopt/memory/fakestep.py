@@ -20,8 +20,8 @@ from graphopt.capture import signature as sig
 from graphopt.errors import CaptureError, GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
-from graphopt.kernels._library import implementation
 from graphopt.memory.device import Inside, launching_nothing
+from graphopt.memory.inner import Account, Inner
 from graphopt.memory.labels import LOSS, Label, Labels
 from graphopt.memory.tracker import Allocation, Dispatched, StorageTracker
 from graphopt.replay import without_autocast
@@ -123,11 +123,6 @@ def state_of(body: Body, device_type: str) -> dict[str, tuple[str, torch.Tensor]
     return {n: (k, t) for n, (k, t) in found.items() if t.device.type == device_type}
 
 
-def expanded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-    """For a tracker: graphopt's operators run what they would run on real tensors."""
-    return implementation(func)
-
-
 @contextlib.contextmanager
 def autocast_of(body: Body) -> Iterator[None]:
     """The autocast that a body still runs under, and no other."""
@@ -147,7 +142,9 @@ class Recorder:
         only: the kind of device whose memory is followed.
         inside: whether operations are those of that device: graphopt's are then followed inside,
             and torch's may be measured.
-        watch: as of the tracker.
+        watch: as of the tracker; of equal calls of an operator of graphopt only the first is seen
+            inside.
+        account: what the others are added to.
     """
 
     def __init__(
@@ -158,6 +155,7 @@ class Recorder:
         only: str | None = None,
         inside: bool = True,
         watch: Dispatched | None = None,
+        account: Account | None = None,
     ) -> None:
         self.mode = fake_mode()
         self.fakes = Fakes(self.mode)
@@ -167,17 +165,22 @@ class Recorder:
         self._watch = watch
         self._launch = launching_nothing if inside and only == "cuda" else contextlib.nullcontext
         self.inside = Inside(torch.device(device), real=inside)
+        self._inner = Inner(account)
         self.tracker = StorageTracker(
             512 if self.inside.device.type == "cuda" else None,
             where=self.label,
             watch=self._dispatched,
-            within=expanded if inside else None,
+            within=self._inner.within if inside else None,
             only=only,
         )
+        self._inner.tracker = self.tracker
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         backward = self.labels.in_backward()
-        self.inside.add(self.tracker, self.label(), backward, (func, args, kwargs, out))
+        label = self.label()
+        self.inside.add(self.tracker, label, backward, (func, args, kwargs, out))
+        if func.namespace == "graphopt":
+            self._inner.done(label, func, args, kwargs, out)
         if self._watch is not None:
             self._watch(func, args, kwargs, out)
 

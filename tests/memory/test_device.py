@@ -14,7 +14,8 @@ import graphopt
 from graphopt.kernels import registry
 from graphopt.memory import device
 from graphopt.memory.device import gemm_workspace, launching_nothing
-from graphopt.memory.fakestep import expanded, fake_mode
+from graphopt.memory.fakestep import fake_mode
+from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
 from graphopt.memory.tracker import StorageTracker, storages_of
 

@@ -11,7 +11,7 @@ from graphopt.capture.export import capture
 from graphopt.emit import Program
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.memory import device
-from graphopt.memory.fakestep import expanded
+from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
 from graphopt.memory.tracker import StorageTracker
 from graphopt.passes.base import Log
