@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphopt.cost.ops import Cost
+from graphopt.kernels import registry
 
 aten = torch.ops.aten
 
@@ -118,6 +119,9 @@ def _flops(
             return int(formula(*args, **kwargs, out_val=out))
         except (AssertionError, IndexError, TypeError, ValueError):
             pass  # a shape that torch's formula was not written for: count the elements
+    own = registry().get(func._schema.name.removeprefix("graphopt::"))
+    if own is not None and own.overload is func:
+        return int(own.cost(*args, **kwargs).flops)
     return sum(math.prod(map(int, t.shape)) for t in made)
 
 

@@ -69,6 +69,8 @@ def _flops(node: fx.Node) -> int:
 
     if node.target is aten.linear.default:
         return 2 * out * shape(1)[-1]
+    if str(node.target) == "graphopt.linear_rope.default":
+        return 2 * _elements(args[0].meta["val"]) * shape(1)[0]
     if node.target in (aten.mm.default, aten.bmm.default, aten.matmul.default):
         return 2 * out * shape(0)[-1]
     if node.target in (aten.addmm.default, aten.baddbmm.default):
