@@ -1,8 +1,9 @@
-"""Triton for cross_entropy: a program a row forward, a program a tile of a row backward.
+"""Triton for cross_entropy: a program a row forward, one or more programs a row backward.
 
 A tile is [K, W] consecutive columns of one row, seen so that a thread holds the same W / threads
 columns of every line: the maximum and the sum run down the lines in registers, and threads meet
-only once a row. Each of the W columns keeps a maximum and a sum of its own (online softmax).
+only once a row. Each of the W columns keeps a maximum and a sum of its own (online softmax). Whole
+tiles need no mask; what is left of a row is walked line by line.
 
 Rows are read in whole groups of 16 bytes where the tensor begins at a multiple of 16, beyond the
 first and the last class too: each group holds a class, so it lies in the same allocation, and what
@@ -18,12 +19,31 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphopt.kernels._launch import cdiv, next_power_of_2, on_device
 
 NONE, MEAN = 0, 1
-WIDEST = 2048  # columns of a line: 8 values for each thread of 8 warps
-LINES = 4  # of a tile: 4 loads of 16 bytes a thread are on their way
+
+
+class Shape(NamedTuple):
+    """How a kernel walks a row.
+
+    Args:
+        lines: of a tile: loads of 16 bytes that a thread has on their way.
+        columns: the widest line; 8 values for each thread.
+        stages: pipeline stages of the loop over tiles.
+        programs: a row; 0 for one a tile.
+    """
+
+    lines: int
+    columns: int
+    stages: int
+    programs: int
+
+
+FORWARD = Shape(lines=4, columns=2048, stages=1, programs=1)
+BACKWARD = Shape(lines=4, columns=2048, stages=1, programs=0)
 ALIKE = ["V", "inner", "ignore_index"]  # their divisibility says nothing about alignment
 ROWS_A_STEP = 8192  # of the program that adds the rows' losses
 
@@ -34,7 +54,7 @@ def _row_start(row, inner, stride_outer, stride_inner, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(start, cols, skew, V, width, GROUP: tl.constexpr, EXACT: tl.constexpr):
+def _load_line(start, cols, skew, V, width, GROUP: tl.constexpr, EXACT: tl.constexpr):
     """Columns as float32; those that are no class are -inf."""
     inside = cols < width * GROUP
     x = tl.load(start + cols, mask=inside, other=float("-inf")).to(tl.float32)
@@ -50,12 +70,30 @@ def _target_of(TARGET, row, V, ignore_index):
     return tl.where(known & (ignored == 0), target, 0), ignored, known
 
 
+@triton.jit
+def _absorb(top, total, x):
+    """Each column's maximum, and its sum of exp(x - maximum), with the lines of x taken in."""
+    highest = tl.maximum(top, tl.max(x, 0))
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    return highest, total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift[None, :]), 0)
+
+
+@triton.jit
+def _gap(x, origin, cols, skew, V, WEIGHT):
+    """Each column's sum of w * (origin - x), for label smoothing."""
+    inside = (cols >= skew) & (cols < V + skew)
+    gap = tl.where(inside, origin - x, 0.0)
+    if WEIGHT is not None:
+        gap *= tl.load(WEIGHT + (cols - skew), mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(gap, 0)
+
+
 @triton.jit(do_not_specialize=ALIKE)
 def _ce_fwd(
     X, TARGET, WEIGHT, WEIGHT_SUM, LOSS, STATISTICS,
     M, V, width, inner, stride_outer, stride_inner, ignore_index, smoothing,
     UNIT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, SKEWED: tl.constexpr,
-    SMOOTH: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    SMOOTH: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offset = _row_start(row, inner, stride_outer, stride_inner, UNIT)
@@ -67,26 +105,32 @@ def _ce_fwd(
         offset = offset // GROUP * GROUP
         width = tl.cdiv(V + skew, GROUP)
     start = X + offset
-    lanes = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
+    line = tl.arange(0, W)[None, :]
+    lanes = tl.arange(0, K)[:, None] * W + line
     top = tl.full((W,), float("-inf"), tl.float32)
     total = tl.zeros((W,), tl.float32)
     if SMOOTH:
         # Measured from the target's logit, so that a common offset of all does not cancel.
         origin = tl.where(tl.abs(hit) < float("inf"), hit, 0.0)
         below = tl.zeros((W,), tl.float32)
-    for first in tl.range(0, V + skew, K * W):
-        cols = first + lanes
-        x = _load_tile(start, cols, skew, V, width, GROUP, EXACT)
-        highest = tl.maximum(top, tl.max(x, 0))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift[None, :]), 0)
-        top = highest
+    begin = 0
+    if SKEWED:
+        head = _load_line(start, line, skew, V, width, GROUP, EXACT)
+        top, total = _absorb(top, total, head)
         if SMOOTH:
-            inside = (cols >= skew) & (cols < V + skew)
-            gap = tl.where(inside, origin - x, 0.0)
-            if WEIGHT is not None:
-                gap *= tl.load(WEIGHT + (cols - skew), mask=inside, other=0.0).to(tl.float32)
-            below += tl.sum(gap, 0)
+            below += _gap(head, origin, line, skew, V, WEIGHT)
+        begin = W
+    end = begin + tl.maximum(V + skew - begin, 0) // (K * W) * (K * W)
+    for first in tl.range(begin, end, K * W, num_stages=STAGES):
+        x = tl.load(start + (first + lanes)).to(tl.float32)
+        top, total = _absorb(top, total, x)
+        if SMOOTH:
+            below += _gap(x, origin, first + lanes, skew, V, WEIGHT)
+    for first in tl.range(end, V + skew, W):
+        tail = _load_line(start, first + line, skew, V, width, GROUP, EXACT)
+        top, total = _absorb(top, total, tail)
+        if SMOOTH:
+            below += _gap(tail, origin, first + line, skew, V, WEIGHT)
     peak = tl.max(top, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     log_sum = tl.log(tl.sum(total * tl.exp(top - shift), 0))
@@ -129,32 +173,51 @@ def _ce_reduce(
     tl.store(LOSS, value.to(LOSS.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=[*ALIKE, "stride_grad", "stride_dx", "width_dx"])
+@triton.jit
+def _slope(
+    x, cols, at, peak, hit, factor, each, WEIGHT, V, SMOOTH: tl.constexpr
+):  # fmt: skip
+    """The gradient of a tile: factor * exp(x - peak) - hit at the target - each * w."""
+    slope = tl.exp(x - peak) * factor
+    if SMOOTH:
+        if WEIGHT is not None:
+            slope -= each * tl.load(WEIGHT + cols, mask=cols < V, other=0.0).to(tl.float32)
+        else:
+            slope -= each
+    return tl.where(cols == at, slope - hit, slope)
+
+
+@triton.jit(do_not_specialize=[*ALIKE, "stride_grad", "stride_dx", "width_dx", "programs"])
 def _ce_bwd(
     GRAD, X, TARGET, WEIGHT, WEIGHT_SUM, STATISTICS, TOTAL, DX,
-    M, V, width, inner, stride_outer, stride_inner, stride_grad, stride_dx, width_dx,
+    M, V, width, inner, stride_outer, stride_inner, stride_grad, stride_dx, width_dx, programs,
     ignore_index, smoothing,
     UNIT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, SMOOTH: tl.constexpr,
-    GROUP_DX: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    GROUP_DX: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(width_dx * GROUP_DX, K * W)
-    row = (tl.program_id(0) // across).to(tl.int64)
-    cols = (tl.program_id(0) % across) * (K * W)
-    cols += tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
-    out = DX + row * (stride_dx * GROUP_DX) + cols
-    written = cols < width_dx * GROUP_DX  # the padding of a row is the gradient's own
+    # Program i of a row: its tiles i, i + programs, ...; the last one also what no tile holds.
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    part = tl.program_id(0) % programs
+    line = tl.arange(0, W)[None, :]
+    lanes = tl.arange(0, K)[:, None] * W + line
+    out = DX + row * (stride_dx * GROUP_DX)
+    end = V // (K * W) * (K * W)
+    left = end if part == programs - 1 else width_dx * GROUP_DX
     at, ignored, known = _target_of(TARGET, row, V, ignore_index)
     peak = tl.load(STATISTICS + row)
     log_sum = tl.load(STATISTICS + M + row)
     if ignored:
         # Zero without a read, but NaN where the softmax is, as in eager.
-        blank = tl.zeros((K, W), tl.float32) + (peak + log_sum) * 0.0
-        tl.store(out, tl.where(cols < V, blank, 0.0).to(DX.dtype.element_ty), mask=written)
+        blank = (peak + log_sum) * 0.0
+        for first in tl.range(part * (K * W), end, programs * (K * W)):
+            tile = tl.zeros((K, W), tl.float32) + blank
+            tl.store(out + (first + lanes), tile.to(DX.dtype.element_ty))
+        for first in tl.range(left, width_dx * GROUP_DX, W):
+            rest = first + line
+            tail = tl.where(rest < V, blank, 0.0).to(DX.dtype.element_ty)
+            tl.store(out + rest, tail, mask=rest < width_dx * GROUP_DX)
     else:
-        x = _load_tile(
-            X + _row_start(row, inner, stride_outer, stride_inner, UNIT),
-            cols, 0, V, width, GROUP, EXACT,
-        )  # fmt: skip
+        start = X + _row_start(row, inner, stride_outer, stride_inner, UNIT)
         scale = tl.load(GRAD + row * stride_grad).to(tl.float32)
         if TOTAL is not None:
             scale = scale / tl.load(TOTAL)
@@ -162,20 +225,26 @@ def _ce_bwd(
         hit = scale
         if WEIGHT is not None:
             hit *= tl.load(WEIGHT + at).to(tl.float32)
-        slope = tl.exp((x - peak) - log_sum)
+        factor = hit
+        each = 0.0
         if SMOOTH:
             hit *= 1 - smoothing
             each = smoothing / V * scale
             every = tl.load(WEIGHT_SUM) if WEIGHT is not None else V.to(tl.float32)
-            slope *= hit + each * every
-            if WEIGHT is not None:
-                slope -= each * tl.load(WEIGHT + cols, mask=cols < V, other=0.0).to(tl.float32)
-            else:
-                slope -= each
-        else:
-            slope *= hit
-        slope = tl.where(cols == at, slope - hit, slope)
-        tl.store(out, tl.where(cols < V, slope, 0.0).to(DX.dtype.element_ty), mask=written)
+            factor = hit + each * every
+        factor *= tl.exp(-log_sum)
+        for first in tl.range(part * (K * W), end, programs * (K * W), num_stages=STAGES):
+            cols = first + lanes
+            x = tl.load(start + cols).to(tl.float32)
+            slope = _slope(x, cols, at, peak, hit, factor, each, WEIGHT, V, SMOOTH)
+            tl.store(out + cols, slope.to(DX.dtype.element_ty))
+        for first in tl.range(left, width_dx * GROUP_DX, W):
+            rest = first + line
+            z = _load_line(start, rest, 0, V, width, GROUP, EXACT)
+            tail = _slope(z, rest, at, peak, hit, factor, each, WEIGHT, V, SMOOTH)
+            # The padding of a row is the gradient's own.
+            tail = tl.where(rest < V, tail, 0.0).to(DX.dtype.element_ty)
+            tl.store(out + rest, tail, mask=rest < width_dx * GROUP_DX)
 
 
 class _Rows(NamedTuple):
@@ -219,18 +288,25 @@ def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, object
     unit = 16
     while rows.outer % unit or rows.step % unit:
         unit //= 2
-    group = 16 // rows.tensor.element_size() if rows.tensor.data_ptr() % 16 == 0 else 1
+    group = 16 // rows.tensor.element_size() if _is_aligned(rows.tensor) else 1
     skewed = unit % group != 0
     width = cdiv(classes, group)
     flags = {"UNIT": unit, "GROUP": group, "EXACT": width * group == classes and not skewed}
     return (width, rows.inner, rows.outer // unit, rows.step // unit), flags, skewed
 
 
-def _tile(columns: int) -> tuple[dict[str, int], int]:
-    """(lines and columns of a tile, with the warps that serve it; how many it takes a row)."""
-    w = min(WIDEST, max(32, next_power_of_2(columns)))
-    k = min(LINES, next_power_of_2(cdiv(columns, w)))
-    return {"K": k, "W": w, "num_warps": max(1, w // 256)}, cdiv(columns, k * w)
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes; a fake one's storage does."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor.data_ptr() % 16 == 0
+
+
+def _tile(shape: Shape, columns: int) -> dict[str, int]:
+    """Lines and columns of a tile, with the warps that serve it."""
+    w = min(shape.columns, max(32, next_power_of_2(columns)))
+    k = shape.lines if columns >= shape.lines * w else 1
+    return {"K": k, "W": w, "STAGES": shape.stages, "num_warps": max(1, w // 256)}
 
 
 def _vectors(
@@ -252,7 +328,6 @@ def forward(
     rows = _rows_of(logits)
     count = statistics.shape[1]
     sizes, flags, skewed = _units(rows, classes)
-    tile, _ = _tile(classes)
     target = target.contiguous()
     weight, weight_sum = _vectors(weight, smoothing)
     # Without a reduction the rows' losses are the result.
@@ -261,7 +336,7 @@ def forward(
         _ce_fwd[(count,)](
             rows.tensor, target, weight, weight_sum, each, statistics,
             count, classes, *sizes, ignore_index, smoothing,
-            SKEWED=skewed, SMOOTH=smoothing > 0, **flags, **tile,
+            SKEWED=skewed, SMOOTH=smoothing > 0, **flags, **_tile(FORWARD, classes),
         )  # fmt: skip
         if reduction != NONE:
             block = min(ROWS_A_STEP, max(32, next_power_of_2(count)))
@@ -286,16 +361,18 @@ def backward(
         flags, sizes, group = {**flags, "GROUP": 1, "EXACT": True}, (classes, *sizes[1:]), 1
     width_dx = cdiv(dx.shape[-1], group)
     stride_dx = dx.stride(-2) // group if dx.dim() > 1 else 0
-    tile, across = _tile(width_dx * group)
+    tile = _tile(BACKWARD, classes)
+    programs = BACKWARD.programs or max(1, classes // (tile["K"] * tile["W"]))
     stride_grad = 0
     if reduction == NONE:
         grad = grad.reshape(-1)
         stride_grad = grad.stride(0)
     weight, weight_sum = _vectors(weight, smoothing)
     with on_device(logits):
-        _ce_bwd[(count * across,)](
+        _ce_bwd[(count * programs,)](
             grad, rows.tensor, target.contiguous(), weight, weight_sum,
             statistics, total if reduction == MEAN else None, dx,
-            count, classes, *sizes, stride_grad, stride_dx, width_dx, ignore_index, smoothing,
+            count, classes, *sizes, stride_grad, stride_dx, width_dx, programs,
+            ignore_index, smoothing,
             SMOOTH=smoothing > 0, GROUP_DX=group, **flags, **tile,
         )  # fmt: skip

@@ -79,7 +79,7 @@ def test_as_eager(backend, reduction, weighted, smoothing):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("cols", [1, 2, 31, 33, 1000, 2049, 8193])
+@pytest.mark.parametrize("cols", [1, 2, 31, 33, 1000, 2049, 8193, 20001])
 def test_sizes(triton_backend, rows, cols):
     logits = torch.randn(rows, cols, device=triton_backend.device) * 4
     target = torch.arange(rows, device=triton_backend.device) * 7 % cols
