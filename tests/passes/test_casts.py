@@ -295,6 +295,9 @@ def interpreted(program: list[tuple[str, int, int]]) -> Callable[..., torch.Tens
 def test_programs_keep_their_numbers(program: list[tuple[str, int, int]], grad: bool) -> None:
     before = written(interpreted(program), grad=grad)
     after = placed(before)
+    log = Log()
+    PlaceCasts().run(after.copy(), log)
+    assert not log.rewrites, "what is placed best stays where it is"
     first = run(before)
     second = run(after, first)
     for name, value in first.tensors.items():
