@@ -283,7 +283,7 @@ def _two_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return runs[0][0], runs[1][1], runs[0][1]
 
 
-def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, object], bool]:
+def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, int], bool]:
     """(width, inner, outer, step) in units; the constants that say which; are rows skewed."""
     unit = 16
     while rows.outer % unit or rows.step % unit:
