@@ -77,7 +77,7 @@ def _resolved(kind: str) -> str:
         "precision='auto' is fp16 on this GPU, which has no bfloat16: scale the loss with"
         " torch.amp.GradScaler, or small gradients become 0",
         GraphoptWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
     return "fp16"
 

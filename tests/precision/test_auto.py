@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.precision import _own_choice, _resolved
+from graphopt.precision import LOW, _own_choice, _resolved
 
 BF16, FP16 = torch.bfloat16, torch.float16
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -28,6 +28,16 @@ def test_a_gpu_without_bf16_gets_fp16_and_a_note(monkeypatch: pytest.MonkeyPatch
         assert _resolved.__wrapped__("cuda") == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert _resolved.__wrapped__("cuda") == "bf16"
+
+
+def test_the_note_points_at_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    choice = lambda model, kind: LOW[_resolved.__wrapped__("cuda")]  # noqa: E731
+    monkeypatch.setattr("graphopt.precision._own_choice", choice)
+    with pytest.warns(graphopt.GraphoptWarning) as seen:
+        assert ambient(nn.Linear(8, 8)) == "float16"
+    notes = [w for w in seen if "GradScaler" in str(w.message)]
+    assert {w.filename for w in notes} == {__file__}
 
 
 @pytest.mark.gpu
