@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -226,6 +225,15 @@ class _Layout:
         return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
+def _like(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A tensor made without recording, marked as its twin of the forward is.
+
+    Nothing is recorded for it; but some ops (matmul) choose by the mark how to compute, and
+    round otherwise.
+    """
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
 class _Handle:
     """What autograd keeps of one saved tensor: the tensor, or a dropped value and a place in it."""
 
@@ -348,7 +356,10 @@ class _Value:
         """Take the recipe and what it reads."""
         self.recipe = recipe
         self._held = [
-            (t.detach(), _version(t)) if isinstance(t, torch.Tensor) else (t, 0) for t in held
+            (_like(t.detach(), t.requires_grad), _version(t))
+            if isinstance(t, torch.Tensor)
+            else (t, 0)
+            for t in held
         ]
         self._reads = reads
         for value in reads:
@@ -441,20 +452,27 @@ class _Value:
             source.had(id(self))
 
 
-def _evaluate(value: Any, held: Sequence[Any], reads: Mapping[str, Any]) -> Any:
-    """The value of a recipe's expression."""
+def _evaluate(call: Call, held: Sequence[Any], reads: Mapping[str, Any]) -> Any:
+    """The value of a recipe."""
+    recorded = False
 
     def operand(part: Any) -> Any:
+        nonlocal recorded
         if isinstance(part, Held):
-            return held[part.index]
-        if isinstance(part, Again):
-            return reads[part.name]
-        if isinstance(part, Call):
-            return _evaluate(part, held, reads)
+            part = held[part.index]
+        elif isinstance(part, Again):
+            part = reads[part.name]
+        elif isinstance(part, Call):
+            part = _evaluate(part, held, reads)
+        recorded |= isinstance(part, torch.Tensor) and part.requires_grad
         return part
 
-    if value.target is operator.getitem:
-        source, index = value.args
-        return operand(source)[operand(index)]
-    args, kwargs = map_aggregate((value.args, dict(value.kwargs)), operand)
-    return value.target(*args, **kwargs)
+    args, kwargs = map_aggregate((call.args, dict(call.kwargs)), operand)
+    made = call.target(*args, **kwargs)
+    if recorded and call.target is not torch.ops.aten.detach.default:
+        for tensor in made if isinstance(made, (list, tuple)) else (made,):
+            if isinstance(tensor, torch.Tensor) and (
+                tensor.is_floating_point() or tensor.is_complex()
+            ):
+                tensor.requires_grad_()
+    return made
