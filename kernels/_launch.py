@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphopt.errors import GraphOptError
 
@@ -134,6 +135,18 @@ def cdiv(a: int, b: int) -> int:
         4
     """
     return -(-a // b)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes; a fake one's storage is taken to.
+
+    Example:
+        >>> is_aligned(torch.ones(8)), is_aligned(torch.ones(8)[1:])
+        (True, False)
+    """
+    if isinstance(tensor, FakeTensor):  # has no address
+        return tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor.data_ptr() % 16 == 0
 
 
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
