@@ -3,139 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from graphopt.errors import OptionError
 from graphopt.graph.body import Body
+from graphopt.graph.facts import nbytes
 from graphopt.graph.record import RewriteRecord
-from graphopt.memory.budget import Budget, check_budget, check_resident, shown, unreachable
+from graphopt.kernels.linear_cross_entropy import CHUNK_BYTES
+from graphopt.memory.budget import Budget, check_budget, check_resident, unreachable
 from graphopt.memory.facts import measure
 from graphopt.memory.oracle import Prediction, predict
-from graphopt.memory.problem import CurvePoint, Problem, Recompute
-from graphopt.memory.search import Point, pareto
-from graphopt.memory.simulate import compressed
+from graphopt.memory.problem import CurvePoint, Problem
+from graphopt.memory.result import MemoryPlan, spread
+from graphopt.memory.search import Choice, pareto
+from graphopt.memory.simulate import compressed, needed
 from graphopt.passes.base import Log
+from graphopt.passes.chunked_loss import ChunkLoss
 from graphopt.passes.remat import Rematerialize, segment_values
-from graphopt.report.fold import fold
+
+__all__ = ["CurvePoint", "MemoryOptions", "MemoryPlan", "Planned", "check_memory", "plan", "spread"]
 
 TRIES = 5
 """How often a tighter plan is taken where the oracle finds one above the budget."""
 
+LEAST_CHUNK = 2**20
+"""Bytes of the smallest chunk of logits."""
+
 LossFn = Callable[[Any], Any]
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class MemoryPlan:
-    """How one captured graph keeps its memory budget. Its repr is a table.
-
-    Attributes:
-        budget: as it was asked for ("0.5", "12GiB"); "4 segments" where those were.
-        budget_bytes: the same in bytes; None for segments.
-        predicted_peak_bytes: of a training step with the plan, by the oracle; parameters,
-            gradients, inputs, activations, temporaries and `resident_bytes`.
-        unplanned_peak_bytes: the same without a plan.
-        where: the op at which the peak with the plan is.
-        extra_ms: predicted time of all recomputes in a step.
-        forward_ms: predicted time of one forward, to compare with.
-        recompute: what is computed again, in the order of the graph.
-        offload: names of values that lie in host memory between forward and backward.
-        curve: the plans to choose from, from loose to tight.
-        loss: what the predicted backward began from, in words.
-        device: whose allocator and speed were reckoned with.
-    """
-
-    budget: str
-    budget_bytes: int | None
-    predicted_peak_bytes: int
-    unplanned_peak_bytes: int
-    where: str
-    extra_ms: float
-    forward_ms: float
-    recompute: tuple[Recompute, ...]
-    offload: tuple[str, ...]
-    curve: tuple[CurvePoint, ...]
-    loss: str
-    device: str
-
-    def __repr__(self) -> str:
-        """A table: the peaks, what is recomputed by module, the curve."""
-        return "\n".join([self.headline, *self._rows(), *self._curve_rows()])
-
-    @property
-    def headline(self) -> str:
-        """Budget, peaks and cost in one line."""
-        limit = "" if self.budget_bytes is None else f" ({shown(self.budget_bytes)})"
-        cost = "nothing is recomputed"
-        if self.recompute:
-            share = 100 * self.extra_ms / self.forward_ms if self.forward_ms else 0.0
-            cost = (
-                f"{len(self.recompute)} values are recomputed,"
-                f" +{self.extra_ms:.3g} ms ({share:.0f}% of a forward)"
-            )
-        return (
-            f"memory: budget {self.budget}{limit}, predicted peak"
-            f" {shown(self.unplanned_peak_bytes)} -> {shown(self.predicted_peak_bytes)}; {cost}"
-        )
-
-    def modules(self) -> list[tuple[str, int, int, float, str]]:
-        """By module, equal blocks as one: (where, values, bytes, ms, ops)."""
-        groups: dict[str, list[Recompute]] = {}
-        for r in self.recompute:
-            groups.setdefault(r.site.module, []).append(r)
-        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for path, chosen in groups.items():
-            stars = ".".join("*" if p.isdigit() else p for p in path.split("."))
-            alike.setdefault((stars, tuple(r.op for r in chosen)), []).append(path)
-        rows = []
-        for (_, kinds), paths in alike.items():
-            chosen = [r for path in paths for r in groups[path]]
-            name, count = next(iter(fold(paths).items()))
-            where = (name or "(root)") + (f" x{count}" if count > 1 else "")
-            size, ms = sum(r.bytes for r in chosen), sum(r.ms for r in chosen)
-            rows.append((where, len(chosen), size, ms, ", ".join(dict.fromkeys(kinds))))
-        return rows
-
-    def _rows(self) -> list[str]:
-        rows = self.modules()
-        if not rows:
-            return []
-        width = max(len("module"), *(len(r[0]) for r in rows))
-        lines = [f"  {'module':{width}}  values       kept        ms  ops"]
-        for where, count, size, ms, kinds in rows:
-            less = f"-{shown(size)}" if size else "-"
-            lines.append(f"  {where:{width}}  {count:6d}  {less:>9}  {ms:8.3g}  {kinds}")
-        return lines
-
-    def _curve_rows(self) -> list[str]:
-        if len(self.curve) < 2:
-            return []
-        picked = spread(self.curve, 8)
-        points = ", ".join(f"{shown(p.peak_bytes)} +{p.extra_ms:.3g} ms" for p in picked)
-        return [f"  curve: {points}"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            **{
-                f.name: getattr(self, f.name)
-                for f in dataclasses.fields(self)
-                if f.name not in ("recompute", "offload", "curve")
-            },
-            "recompute": [r.to_dict() for r in self.recompute],
-            "offload": list(self.offload),
-            "curve": [dataclasses.asdict(p) for p in self.curve],
-        }
-
-
-def spread(curve: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
-    """At most so many points of a curve, its ends among them, evenly spread over the peaks."""
-    if len(curve) <= most:
-        return list(curve)
-    top, low = curve[0].peak_bytes, curve[-1].peak_bytes
-    wanted = [top - (top - low) * i // (most - 1) for i in range(most)]
-    picked = [min(curve, key=lambda p: abs(p.peak_bytes - w)) for w in wanted]
-    return list(dict.fromkeys(picked))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,27 +147,50 @@ def plan(
         return Planned(body, asked.described(str(budget), limit, plain, plain))
     if not body.grad:
         raise unreachable(budget, limit, plain.peak_bytes, plain.peak_bytes, plain.live)
-    problem = asked.problem(plain)
-    points = pareto(compressed(problem.timeline))
-    found = asked.confirmed(problem, points, limit)
+    plans = asked.plans(plain)
+    found = asked.confirmed(plans, limit)
     lowest = found.prediction
     if lowest.peak_bytes > limit:
         raise unreachable(budget, limit, lowest.peak_bytes, plain.peak_bytes, lowest.live)
-    chosen = problem.recomputes(found.point.dropped)
-    curve = problem.curve(points)
     if limits is not None:
         limits["bytes"] = max(limit, limits.get("bytes", 0))
-    described = asked.described(
-        str(budget), limit, plain, lowest, chosen, curve, problem.forward_ms
-    )
+    curve = tuple(CurvePoint(p.peak, p.ms, p.route.problem.count(p.dropped)) for p in plans)
+    described = asked.described(str(budget), limit, plain, lowest, found.choice, curve)
     return Planned(found.body, described, found.rewrites)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """The body in one of the forms that values may be dropped in.
+
+    Attributes:
+        body: the form.
+        rewrites: what made it of the given body.
+        problem: what the search sees of it.
+        ms: what a step takes longer than in the given form.
+    """
+
+    body: Body
+    rewrites: tuple[RewriteRecord, ...]
+    problem: Problem
+    ms: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """One plan on one route: its peak by the replay, all that it costs, what it drops."""
+
+    route: _Route
+    peak: int
+    ms: float
+    dropped: Choice
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
     """A plan that the oracle has judged."""
 
-    point: Point
+    choice: _Choice
     body: Body
     prediction: Prediction
     rewrites: tuple[RewriteRecord, ...]
@@ -288,10 +208,41 @@ class _Asked:
         """The oracle's judgement on the body with some markers."""
         return predict(body, **self._circumstances())
 
-    def problem(self, plain: Prediction) -> Problem:
-        """The body's own problem."""
+    def plans(self, plain: Prediction) -> list[_Choice]:
+        """The plans that no other beats, on all routes, from loose to tight."""
+        found = [
+            _Choice(route, p.peak, p.ms + route.ms, p.dropped)
+            for route in self.routes(plain)
+            for p in pareto(compressed(route.problem.timeline))
+        ]
+        kept: list[_Choice] = []
+        for choice in sorted(found, key=lambda c: (c.ms, c.peak)):
+            if not kept or choice.peak < kept[-1].peak:
+                kept.append(choice)
+        return kept
+
+    def routes(self, plain: Prediction) -> list[_Route]:
+        """The body as it is, and with its loss in chunks where it has one that can be."""
         facts = measure(self.body, **self._circumstances())
-        return Problem.of(self.body, facts, plain.peak_bytes)
+        shift = plain.peak_bytes - facts.peak_bytes
+        found = [_Route(self.body, (), Problem.of(self.body, facts, shift))]
+        work, log = self.body.copy(), Log()
+        ChunkLoss(_chunk_bytes(work)).run(work, log)
+        if log.rewrites:
+            chunked = measure(work, **self._circumstances())
+            more = chunked.forward_ms + chunked.backward_ms - facts.forward_ms - facts.backward_ms
+            records = self._numbered(log.rewrites)
+            problem = Problem.of(work, chunked, shift)
+            found.append(_Route(work, records, problem, max(0.0, more)))
+        return found
+
+    def _numbered(
+        self, records: Iterable[RewriteRecord], start: int = 0
+    ) -> tuple[RewriteRecord, ...]:
+        """Records with ordinals that follow those of the passes before."""
+        return tuple(
+            dataclasses.replace(r, ordinal=self.offset + i) for i, r in enumerate(records, start)
+        )
 
     def _circumstances(self) -> dict[str, Any]:
         loss_fn = self.options.loss_fn
@@ -307,25 +258,26 @@ class _Asked:
         names = segment_values(self.body, segments) if self.body.grad else frozenset()
         if not names:
             return Planned(self.body, self.described(name, None, plain, plain))
-        problem = self.problem(plain)
+        facts = measure(self.body, **self._circumstances())
+        problem = Problem.of(self.body, facts)
         place = {v.name: i for i, v in enumerate(problem.timeline.values)}
-        body, rewrites = self.applied(names)
-        chosen = problem.recomputes(frozenset(place[n] for n in names if n in place))
-        described = self.described(
-            name, None, plain, self.predicted(body), chosen, (), problem.forward_ms
+        dropped = frozenset(place[n] for n in names if n in place)
+        used = needed(problem.timeline, dropped)
+        ms = sum(problem.timeline.values[i].ms for i in used)
+        choice = _Choice(_Route(self.body, (), problem), 0, ms, dropped)
+        body, rewrites = self.applied(choice)
+        return Planned(
+            body, self.described(name, None, plain, self.predicted(body), choice), rewrites
         )
-        return Planned(body, described, rewrites)
 
-    def applied(self, names: frozenset[str]) -> tuple[Body, tuple[RewriteRecord, ...]]:
-        """The body with markers for some values."""
-        work, log = self.body.copy(), Log()
-        Rematerialize(names).run(work, log)
-        records = [
-            dataclasses.replace(r, ordinal=self.offset + i) for i, r in enumerate(log.rewrites)
-        ]
-        return work, tuple(records)
+    def applied(self, choice: _Choice) -> tuple[Body, tuple[RewriteRecord, ...]]:
+        """The body with markers for what a plan drops."""
+        route = choice.route
+        work, log = route.body.copy(), Log()
+        Rematerialize(route.problem.names(choice.dropped)).run(work, log)
+        return work, (*route.rewrites, *self._numbered(log.rewrites, len(route.rewrites)))
 
-    def confirmed(self, problem: Problem, points: Sequence[Point], limit: int) -> _Found:
+    def confirmed(self, points: Sequence[_Choice], limit: int) -> _Found:
         """The fastest plan that the oracle finds within a limit, or the tightest there is.
 
         The replay is off by little, and much the same for neighbours: where the oracle finds more
@@ -335,7 +287,7 @@ class _Asked:
 
         def judge(n: int) -> _Found:
             if n not in judged:
-                body, rewrites = self.applied(problem.names(points[n].dropped))
+                body, rewrites = self.applied(points[n])
                 judged[n] = _Found(points[n], body, self.predicted(body), rewrites)
             return judged[n]
 
@@ -366,27 +318,35 @@ class _Asked:
         limit: int | None,
         plain: Prediction,
         found: Prediction,
-        recompute: tuple[Recompute, ...] = (),
+        choice: _Choice | None = None,
         curve: tuple[CurvePoint, ...] = (),
-        forward_ms: float = 0.0,
     ) -> MemoryPlan:
         """The plan, in words and numbers."""
+        problem = choice.route.problem if choice is not None else None
         return MemoryPlan(
             budget=budget,
             budget_bytes=limit,
             predicted_peak_bytes=found.peak_bytes,
             unplanned_peak_bytes=plain.peak_bytes,
             where=str(found.where),
-            extra_ms=sum(r.ms for r in recompute),
-            forward_ms=forward_ms,
-            recompute=recompute,
+            extra_ms=choice.ms if choice is not None else 0.0,
+            forward_ms=problem.forward_ms if problem is not None else 0.0,
+            recompute=problem.recomputes(choice.dropped) if problem and choice else (),
             offload=(),
             curve=curve,
+            chunked_loss=bool(choice is not None and choice.route.rewrites),
             loss=plain.loss,
             device=found.device,
         )
 
 
-def _first(points: Sequence[Point], limit: int) -> int:
+def _first(points: Sequence[_Choice], limit: int) -> int:
     """The first of the points, from loose to tight, within a limit; the last where none is."""
     return next((i for i, p in enumerate(points) if p.peak <= limit), len(points) - 1)
+
+
+def _chunk_bytes(body: Body) -> int:
+    """Bytes of a chunk of logits: an eighth of the largest, within sense."""
+    losses = [n for n in body.graph.nodes if n.target is torch.ops.graphopt.cross_entropy.default]
+    largest = max((nbytes(n.all_input_nodes[0].meta["val"]) for n in losses), default=0)
+    return min(max(LEAST_CHUNK, largest // 8), CHUNK_BYTES)

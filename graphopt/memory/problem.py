@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -14,7 +14,7 @@ from graphopt.graph.body import Body
 from graphopt.graph.recipes import sum_of
 from graphopt.graph.record import Site, site_of
 from graphopt.memory.facts import Facts
-from graphopt.memory.search import Choice, Point
+from graphopt.memory.search import Choice
 from graphopt.memory.simulate import Timeline, Value, needed
 from graphopt.passes.values import Values, reasons, value_of
 
@@ -74,15 +74,14 @@ class Problem:
     forward_ms: float
 
     @classmethod
-    def of(cls, body: Body, facts: Facts, plain: int | None = None) -> Problem:
+    def of(cls, body: Body, facts: Facts, shift: int = 0) -> Problem:
         """The problem that measured facts pose.
 
         Args:
             body: the body.
             facts: measured on it.
-            plain: the peak by the oracle, to which the timeline is shifted.
+            shift: by how much the oracle's peak lies above that of the facts.
         """
-        shift = 0 if plain is None else plain - facts.peak_bytes
         why = {node.name: reason for node, reason in reasons(body).items()}
         nodes = {n.name: n for n in body.graph.nodes}
         alone = {n.name for n in body.graph.nodes if sum_of(n) is not None}
@@ -154,11 +153,9 @@ class Problem:
             reason += f", on the way to {', '.join(sorted(readers)[:3])}"
         return Recompute(v.name, op, v.saved, v.ms, reason, site)
 
-    def curve(self, points: Sequence[Point]) -> tuple[CurvePoint, ...]:
-        """The points as they are told."""
-        return tuple(
-            CurvePoint(p.peak, p.ms, len(needed(self.timeline, p.dropped))) for p in points
-        )
+    def count(self, dropped: Choice) -> int:
+        """How many values a plan recomputes."""
+        return len(needed(self.timeline, dropped))
 
 
 def _site(node: fx.Node) -> tuple[Site, str]:

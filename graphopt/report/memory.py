@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphopt.memory.plan import MemoryPlan, spread
+from graphopt.memory.result import MemoryPlan, spread
 from graphopt.report.table import Table, size
 from graphopt.report.view import Part
 
@@ -18,6 +18,8 @@ def memory_line(plan: MemoryPlan) -> str:
     cost = "nothing is recomputed"
     if plan.recompute:
         cost = f"{len(plan.recompute)} values are recomputed in backward ({_cost(plan)})"
+    if plan.chunked_loss:
+        cost += "; the last linear layer and its loss run in chunks of rows"
     return (
         f"predicted peak {size(plan.unplanned_peak_bytes)} -> {size(plan.predicted_peak_bytes)}"
         f"{limit}; {cost}"

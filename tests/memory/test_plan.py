@@ -189,7 +189,8 @@ def test_wrong_options(options, what):
 
 def test_the_replay_agrees_with_the_oracle(ids, plain):
     body = plain.body
-    problem = Problem.of(body, measure(body), predict(body).peak_bytes)
+    facts = measure(body)
+    problem = Problem.of(body, facts, predict(body).peak_bytes - facts.peak_bytes)
     assert simulate(problem.timeline, ()).peak == predict(body).peak_bytes
     points = pareto(problem.timeline)
     assert len(points) > 5
@@ -231,3 +232,38 @@ def test_segments(ids, gradients):
     assert found.predicted_peak_bytes < found.unplanned_peak_bytes
     assert all(torch.equal(g, gradients[n]) for n, g in step(opt, ids).items())
     assert graphopt.optimize(Model(), ids, segments=1).memory_plan.recompute == ()
+
+
+class Classifier(nn.Module):
+    """Little but a loss over many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 300)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.head(F.gelu(self.body(x))), labels)
+
+
+def test_the_loss_runs_in_chunks_where_that_is_cheaper():
+    x, labels = torch.randn(4096, 8), torch.randint(0, 300, (4096,))
+    plain = graphopt.optimize(Classifier(), (x, labels))
+    opt = graphopt.optimize(Classifier(), (x, labels), memory_budget=0.7)
+    assert opt.memory_plan.chunked_loss
+    assert "chunk" in repr(opt.memory_plan)
+    assert [r.ordinal for r in opt.rewrites] == list(range(len(opt.rewrites)))
+    for module in (plain, opt):
+        module.zero_grad()
+        module(x, labels).backward()
+        module.saved = [p.grad for p in module.parameters()]
+    for a, b in zip(plain.saved, opt.saved, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_norm_is_dropped_alone_where_the_sum_under_it_stays(ids, plain):
+    body = plain.body
+    problem = Problem.of(body, measure(body))
+    alone = {i for i, v in enumerate(problem.timeline.values) if v.part_of is not None}
+    assert alone
+    assert any(p.dropped & alone for p in pareto(problem.timeline))

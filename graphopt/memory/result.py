@@ -1,0 +1,128 @@
+"""What planning gives: the memory plan, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from graphopt.memory.budget import shown
+from graphopt.memory.problem import CurvePoint, Recompute
+from graphopt.report.fold import fold
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryPlan:
+    """How one captured graph keeps its memory budget. Its repr is a table.
+
+    Attributes:
+        budget: as it was asked for ("0.5", "12GiB"); "4 segments" where those were.
+        budget_bytes: the same in bytes; None for segments.
+        predicted_peak_bytes: of a training step with the plan, by the oracle; parameters,
+            gradients, inputs, activations, temporaries and `resident_bytes`.
+        unplanned_peak_bytes: the same without a plan.
+        where: the op at which the peak with the plan is.
+        extra_ms: predicted time of all recomputes in a step.
+        forward_ms: predicted time of one forward, to compare with.
+        recompute: what is computed again, in the order of the graph.
+        offload: names of values that lie in host memory between forward and backward.
+        curve: the plans to choose from, from loose to tight.
+        chunked_loss: whether the last linear layer and its loss run in chunks of rows.
+        loss: what the predicted backward began from, in words.
+        device: whose allocator and speed were reckoned with.
+    """
+
+    budget: str
+    budget_bytes: int | None
+    predicted_peak_bytes: int
+    unplanned_peak_bytes: int
+    where: str
+    extra_ms: float
+    forward_ms: float
+    recompute: tuple[Recompute, ...]
+    offload: tuple[str, ...]
+    curve: tuple[CurvePoint, ...]
+    chunked_loss: bool
+    loss: str
+    device: str
+
+    def __repr__(self) -> str:
+        """A table: the peaks, what is recomputed by module, the curve."""
+        return "\n".join([self.headline, *self._rows(), *self._curve_rows()])
+
+    @property
+    def headline(self) -> str:
+        """Budget, peaks and cost in one line."""
+        limit = "" if self.budget_bytes is None else f" ({shown(self.budget_bytes)})"
+        cost = "nothing is recomputed"
+        if self.recompute or self.chunked_loss:
+            share = 100 * self.extra_ms / self.forward_ms if self.forward_ms else 0.0
+            cost = (
+                f"{len(self.recompute)} values are recomputed,"
+                f" +{self.extra_ms:.3g} ms ({share:.0f}% of a forward)"
+            )
+        if self.chunked_loss:
+            cost += "; the loss runs in chunks"
+        return (
+            f"memory: budget {self.budget}{limit}, predicted peak"
+            f" {shown(self.unplanned_peak_bytes)} -> {shown(self.predicted_peak_bytes)}; {cost}"
+        )
+
+    def modules(self) -> list[tuple[str, int, int, float, str]]:
+        """By module, equal blocks as one: (where, values, bytes, ms, ops)."""
+        groups: dict[str, list[Recompute]] = {}
+        for r in self.recompute:
+            groups.setdefault(r.site.module, []).append(r)
+        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for path, chosen in groups.items():
+            stars = ".".join("*" if p.isdigit() else p for p in path.split("."))
+            alike.setdefault((stars, tuple(r.op for r in chosen)), []).append(path)
+        rows = []
+        for (_, kinds), paths in alike.items():
+            chosen = [r for path in paths for r in groups[path]]
+            name, count = next(iter(fold(paths).items()))
+            where = (name or "(root)") + (f" x{count}" if count > 1 else "")
+            size, ms = sum(r.bytes for r in chosen), sum(r.ms for r in chosen)
+            rows.append((where, len(chosen), size, ms, ", ".join(dict.fromkeys(kinds))))
+        return rows
+
+    def _rows(self) -> list[str]:
+        rows = self.modules()
+        if not rows:
+            return []
+        width = max(len("module"), *(len(r[0]) for r in rows))
+        lines = [f"  {'module':{width}}  values       kept        ms  ops"]
+        for where, count, size, ms, kinds in rows:
+            less = f"-{shown(size)}" if size else "-"
+            lines.append(f"  {where:{width}}  {count:6d}  {less:>9}  {ms:8.3g}  {kinds}")
+        return lines
+
+    def _curve_rows(self) -> list[str]:
+        if len(self.curve) < 2:
+            return []
+        picked = spread(self.curve, 8)
+        points = ", ".join(f"{shown(p.peak_bytes)} +{p.extra_ms:.3g} ms" for p in picked)
+        return [f"  curve: {points}"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            **{
+                f.name: getattr(self, f.name)
+                for f in dataclasses.fields(self)
+                if f.name not in ("recompute", "offload", "curve")
+            },
+            "recompute": [r.to_dict() for r in self.recompute],
+            "offload": list(self.offload),
+            "curve": [dataclasses.asdict(p) for p in self.curve],
+        }
+
+
+def spread(curve: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
+    """At most so many points of a curve, its ends among them, evenly spread over the peaks."""
+    if len(curve) <= most:
+        return list(curve)
+    top, low = curve[0].peak_bytes, curve[-1].peak_bytes
+    wanted = [top - (top - low) * i // (most - 1) for i in range(most)]
+    picked = [min(curve, key=lambda p: abs(p.peak_bytes - w)) for w in wanted]
+    return list(dict.fromkeys(picked))
