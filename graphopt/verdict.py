@@ -8,6 +8,7 @@ from typing import Any
 from graphopt.errors import VerifyError
 from graphopt.graph.record import Site
 from graphopt.numerics import Comparison
+from graphopt.passes.rule import leaving_out
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -135,10 +136,7 @@ class VerifyResult:
         tail = f" ({more} more like it in the result)" if more else ""
         cure = "print the result for the table of errors"
         if first.kind == "local":
-            cure = (
-                f"max_rewrites={first.ordinal} stops before it; "
-                f"rules='default,-{first.rule}' leaves it out"
-            )
+            cure = f"max_rewrites={first.ordinal} stops before it; {leaving_out(first.rule)}"
         site, at = first.site, None
         if first.kind == "local":
             code = f"    {site.code}" if site.code else ""

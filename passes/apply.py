@@ -17,7 +17,7 @@ from graphopt.graph.edit import Editor
 from graphopt.graph.pattern import Bindings, Matcher, Pattern
 from graphopt.graph.record import Refusal, RewriteRecord, site_of
 from graphopt.passes.base import Log, same_shape
-from graphopt.passes.rule import Match, Rule
+from graphopt.passes.rule import Match, Rule, leaving_out
 from graphopt.passes.strides import COPY_OF, settle
 
 
@@ -129,7 +129,7 @@ def _guarded(r: Rule, root: fx.Node, function: Callable[[Match], Any], m: Match)
             at=str(site_of(root)),
             why=f"{last.filename}:{last.lineno} in {last.name} failed on {root.name}; "
             "the model is as it was",
-            try_=f"rules='default,-{r.name}' switches it off",
+            try_=leaving_out(r.name),
         ) from error
 
 
@@ -200,7 +200,7 @@ def _check_results(m: Match, new: tuple[Any, ...]) -> None:
                 f"rule {m.rule.name} gives {b.dtype}{list(b.shape)} where the model has "
                 f"{a.dtype}{list(a.shape)}",
                 at=str(site_of(before)),
-                try_=f"rules='default,-{m.rule.name}' switches the rule off",
+                try_=leaving_out(m.rule.name),
             )
 
 

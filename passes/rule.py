@@ -225,6 +225,13 @@ REGISTRY: dict[str, Rule] = {}
 """The rules that ship with graphopt, by name, filled as their files are imported."""
 
 
+def leaving_out(name: str) -> str:
+    """How to switch a rule off, in words; one that is not registered has no name in `rules=`."""
+    if name in REGISTRY:
+        return f"rules='default,-{name}' leaves it out"
+    return f"leave {name} out of your rules="
+
+
 FAMILIES = ("canonical", "fusion")
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from graphopt.capture import signature as sig
 from graphopt.module import GraphoptModule, graphopt_of
+from graphopt.passes.rule import leaving_out
 from graphopt.testing.inputs import copy_arguments
 from graphopt.testing.observe import Plan
 from graphopt.verify import verify_body
@@ -95,6 +96,6 @@ def _by_halving(
 def _suspect(rule: str, ordinal: int, site: str, how: str, local: bool) -> Suspect:
     cure = f"max_rewrites={ordinal} stops before it"
     if local:
-        cure += f", rules='default,-{rule}' leaves it out"
+        cure += f", {leaving_out(rule)}"
     place = f" at {site}" if local else ""
     return Suspect(rule, ordinal, f"rewrite #{ordinal} {rule}{place}", cure, how)

@@ -47,7 +47,7 @@ def test_the_rewrite_is_named_by_its_replay() -> None:
     assert (error.suspect.rule, error.suspect.how) == ("planted_norm", "verify")
     text = str(error)
     assert "planted_norm at norm (" in text
-    assert "rules='default,-planted_norm' leaves it out" in text
+    assert "leave planted_norm out of your rules=" in text
     assert "result 0 is off" in text
     assert text.endswith(error.script)
     assert error.tensor == "output/0"
