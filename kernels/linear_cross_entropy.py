@@ -10,8 +10,10 @@ Where the logits are a result of the model anyway, forward reads those, and only
 them again, so that they are freed when the caller drops them.
 
 Products are torch's own, logits are rounded to x's dtype as the linear layer rounds them; the
-gradients of weight and bias are added over the chunks in float32 and rounded once. Saved: x,
-weight, bias, targets and two float32 values a row. The chunks' work is done by `cross_entropy`.
+gradients of weight and bias are added over the chunks in float32 and rounded once, or not at all
+where the parameters of which they are low-precision copies ("masters") stand beside them (see
+linear.py). Saved: x, weight, bias, targets and two float32 values a row. The chunks' work is done
+by `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class Call(NamedTuple):
     out_dtype: torch.dtype | None = None
     chunk_bytes: int = CHUNK_BYTES
     logits: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+    bias_master: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -92,6 +96,9 @@ def _check(c: Call) -> None:
         raise OptionError(f"{where}: weight {list(c.weight.shape)}", try_="[classes, x.shape[-1]]")
     if c.target.numel() != c.rows:
         raise OptionError(f"{where}: {c.target.numel()} targets", why="it takes one a row")
+    copies = ((c.weight, c.master), (c.bias, c.bias_master))
+    if any(m is not None and (t is None or t.shape != m.shape) for t, m in copies):
+        raise OptionError(f"{where}: a master of another shape", why="it is what the copy is of")
     if c.chunk_bytes < 1:
         raise OptionError(f"{where}: chunks of {c.chunk_bytes} bytes", try_="a positive number")
 
@@ -138,7 +145,9 @@ def linear_cross_entropy_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
             label_smoothing=0.0.
         **kwargs: the same by name; classes=None: how many of the rows of weight are classes, the
             rest is padding; out_dtype=None (x's); chunk_bytes: of a chunk of logits; logits=None:
-            those of x where they exist, read by forward in place of computing them.
+            those of x where they exist, read by forward in place of computing them; master=None:
+            the parameter that weight is the low-precision copy of, which gets the gradient in
+            weight's place; bias_master=None: the same for bias.
 
     Returns:
         The loss: a scalar, or shaped as target without a reduction.
@@ -167,18 +176,20 @@ def _forward_grad(*args: Any) -> tuple[torch.Tensor, Args, Any]:
     c = Call(*args)
     loss, statistics, total = _forward(c)
     saved = (c.x, c.weight, c.bias, c.target, c.class_weight, statistics, total)
-    return loss, saved, (*c[5:9], c.chunk_bytes)
+    parameters = [c.weight if c.master is None else c.master]
+    parameters += [] if c.bias is None else [c.bias if c.bias_master is None else c.bias_master]
+    return loss, saved, (*c[5:9], c.chunk_bytes, [(t.shape, t.dtype) for t in parameters])
 
 
 def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args) -> Args:
     x, weight, bias, target, class_weight, statistics, total = saved
-    *options, chunk_bytes = kept
+    *options, chunk_bytes, parameters = kept
     cross_entropy.refuse_weight_gradient(needs[4])
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     parts = _chunks(rows, weight, chunk_bytes)
     dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs[0] else None
-    dweight = _Sum(weight, len(parts)) if needs[1] else None
-    dbias = _Sum(bias, len(parts)) if needs[2] else None
+    dweight = _Sum(x, *parameters[0], len(parts)) if needs[1] or needs[_MASTER] else None
+    dbias = _Sum(x, *parameters[1], len(parts)) if needs[2] or needs[_MASTER + 1] else None
     grad = grads[0].reshape(-1) if options[0] == NONE else grads[0]
     for a, b in parts:
         slope = invoke(
@@ -195,21 +206,25 @@ def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args)
         if dbias is not None:
             dbias.add(slope.sum(0, dtype=arithmetic(slope)))
         del slope  # before the next chunk's logits are made
-    return (
-        None if dx is None else dx.reshape(x.shape),
-        None if dweight is None else dweight.result(),
-        None if dbias is None else dbias.result(),
-        *(None,) * (len(needs) - 3),
-    )
+    gradients: list[torch.Tensor | None] = [None] * len(needs)
+    gradients[0] = None if dx is None else dx.reshape(x.shape)
+    if dweight is not None:
+        gradients[_MASTER if needs[_MASTER] else 1] = dweight.result()
+    if dbias is not None:
+        gradients[_MASTER + 1 if needs[_MASTER + 1] else 2] = dbias.result()
+    return tuple(gradients)
+
+
+_MASTER = Call._fields.index("master")
 
 
 class _Sum:
     """The gradient of a parameter, added over chunks in float32 and rounded once."""
 
-    def __init__(self, like: torch.Tensor, count: int) -> None:
-        self.like = like
+    def __init__(self, x: torch.Tensor, shape: Any, dtype: torch.dtype, count: int) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, x.device
         # One chunk alone is rounded by its product.
-        self.dtype = like.dtype if count == 1 else arithmetic(like)
+        self.wide = dtype if count == 1 else torch.promote_types(dtype, torch.float32)
         self.total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
@@ -217,29 +232,30 @@ class _Sum:
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b."""
-        if a.dtype == self.dtype:
+        if a.dtype == self.wide:
             if self.total is None:
                 self.total = torch.mm(a, b)
             else:
                 self.total.addmm_(a, b)
         elif not a.is_cuda:  # no product there writes a wider dtype than it reads
-            self.add(torch.mm(a.to(self.dtype), b.to(self.dtype)))
+            self.add(torch.mm(a.to(self.wide), b.to(self.wide)))
         elif self.total is None:
-            self.total = torch.mm(a, b, out_dtype=self.dtype)
+            self.total = torch.mm(a, b, out_dtype=self.wide)
         else:
-            torch.addmm(self.total, a, b, out_dtype=self.dtype, out=self.total)
+            torch.addmm(self.total, a, b, out_dtype=self.wide, out=self.total)
 
     def result(self) -> torch.Tensor:
         if self.total is None:  # no rows
-            return torch.zeros_like(self.like)
-        return self.total.to(self.like.dtype)
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.total.to(self.dtype)
 
 
 _LINEAR_CROSS_ENTROPY = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? class_weight=None, int reduction=1, SymInt ignore_index=-100, "
     "float label_smoothing=0.0, *, SymInt? classes=None, ScalarType? out_dtype=None, "
-    f"int chunk_bytes={CHUNK_BYTES}, Tensor? logits=None) -> Tensor",
+    f"int chunk_bytes={CHUNK_BYTES}, Tensor? logits=None, Tensor? master=None, "
+    "Tensor? bias_master=None) -> Tensor",
     launch=None,
     reference=linear_cross_entropy_reference,
     fake=_fake,

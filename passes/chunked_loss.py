@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,6 +49,16 @@ class ChunkLoss:
                     apply_rule(chunked, pattern, node, body, log, self.name)
 
 
+LINEARS = (aten.linear.default, graphopt.linear_wide.default)
+
+
+def _loss(logits: Any, target: Any, weight: Any, numbers: tuple[Any, ...]) -> Any:
+    reduction, ignore, smoothing, classes, out = numbers
+    return graphopt.cross_entropy.default(
+        logits, target, weight, reduction, ignore, smoothing, classes=classes, out_dtype=out
+    )
+
+
 def chunk_loss(chunk_bytes: int) -> Rule:
     """The rule that the pass applies.
 
@@ -59,22 +70,41 @@ def chunk_loss(chunk_bytes: int) -> Rule:
     def chunk_loss(x, w, b, target, weight, reduction, ignore, smoothing, classes, out):  # type: ignore[no-untyped-def]
         """A linear layer and its cross entropy take the rows in chunks, and again in backward."""
         logits = aten.linear.default(x, w, b)
-        return graphopt.cross_entropy.default(
-            logits, target, weight, reduction, ignore, smoothing, classes=classes, out_dtype=out
-        )
+        return _loss(logits, target, weight, (reduction, ignore, smoothing, classes, out))
 
     @chunk_loss.also
     def _logits_kept(x, w, b, target, weight, reduction, ignore, smoothing, classes, out):  # type: ignore[no-untyped-def]
         logits = aten.linear.default(x, w, b)
-        loss = graphopt.cross_entropy.default(
-            logits, target, weight, reduction, ignore, smoothing, classes=classes, out_dtype=out
-        )
-        return loss, logits
+        return _loss(logits, target, weight, (reduction, ignore, smoothing, classes, out)), logits
+
+    @chunk_loss.also
+    def _wide(  # type: ignore[no-untyped-def]
+        x, w, b, masters, held, turned, target, weight, reduction, ignore, smoothing, classes, out
+    ):
+        logits = graphopt.linear_wide.default(x, w, b, masters, held, turned)
+        return _loss(logits, target, weight, (reduction, ignore, smoothing, classes, out))
+
+    @chunk_loss.also
+    def _wide_kept(  # type: ignore[no-untyped-def]
+        x, w, b, masters, held, turned, target, weight, reduction, ignore, smoothing, classes, out
+    ):
+        logits = graphopt.linear_wide.default(x, w, b, masters, held, turned)
+        return _loss(logits, target, weight, (reduction, ignore, smoothing, classes, out)), logits
+
+    @chunk_loss.check
+    def _(m: Match) -> str | None:
+        parts = [m.captures.get(name) for name in ("masters", "held")]
+        if m.captures.get("turned") or any(p is not None and len(p) != 1 for p in parts):
+            return "its weight is the copy of several, or is stored transposed"
+        return None
 
     @chunk_loss.replace
     def _(m: Match) -> fx.Node | tuple[fx.Node, ...]:
+        old = next(n for n in m.nodes if n.target in LINEARS)
         kept = len(m.outputs) > 1
-        logits = m.call(aten.linear.default, m.x, m.w, m.b) if kept else None
+        logits = m.call(old.target, *old.args, **old.kwargs) if kept else None
+        (master,) = m.captures.get("masters") or (None,)
+        (bias_master,) = m.captures.get("held") or (None,)
         loss = m.call(
             graphopt.linear_cross_entropy.default,
             m.x, m.w, m.b, m.target, m.weight, m.reduction, m.ignore, m.smoothing,
@@ -82,6 +112,8 @@ def chunk_loss(chunk_bytes: int) -> Rule:
             out_dtype=m.out,
             chunk_bytes=None if chunk_bytes == CHUNK_BYTES else chunk_bytes,
             logits=logits,
+            master=master,
+            bias_master=bias_master,
         )  # fmt: skip
         return loss if logits is None else (loss, logits)
 

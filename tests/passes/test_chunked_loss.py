@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import graphopt
 from graphopt.graph import Body, lint, ops
 from graphopt.graph.record import RewriteRecord
 from graphopt.passes import run_pipeline
@@ -77,6 +78,26 @@ def test_numbers_stay(keep: bool) -> None:
         )
     ]
     torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_gradient_of_a_cast_weight_goes_to_the_parameter(keep: bool) -> None:
+    """As in `linear_wide`, in float32, whose rounding a product in bfloat16 would add."""
+    model = Head(keep=keep)
+    opt = graphopt.optimize(model, (X, Y), precision="bf16")
+    body = opt.body.copy()
+    assert "graphopt.linear_wide" in calls(body)
+    expected = run(body, (X, Y))
+    log = Log()
+    ChunkLoss(chunk_bytes=2 * 21 * 3).run(body, log)
+    assert [r.rule for r in log.rewrites] == ["chunk_loss"]
+    assert ("graphopt.linear_wide" in calls(body)) == keep
+    found = run(body, (X, Y))
+    parameters = list(model.parameters())
+    ours, theirs = (torch.autograd.grad(v[0], parameters) for v in (found, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
 def test_a_second_run_changes_nothing() -> None:
