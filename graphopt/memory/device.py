@@ -2,8 +2,8 @@
 
 A dispatch mode sees what an operation returns, not what it allocates inside. Three things matter:
 
-- cuBLAS keeps one workspace a thread and stream, taken at its first product and never given back:
-  the forward's thread has one, autograd's another (32 MiB each on an H200, measured).
+- cuBLAS keeps one workspace a thread and stream, taken at the first product ever and never given
+  back: the forward's thread has one, autograd's another (32 MiB each on an H200, measured).
 - Convolutions and attention take a workspace for the length of a call. How much is cuDNN's own
   choice, so a call of each kind and size is measured once on the device, and kept on disk.
 - graphopt's kernels allocate in their launch functions, which run on fake tensors with the kernels
@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from graphopt.cost.kept import load, store
-from graphopt.memory.tracker import StorageTracker, storages_of
+from graphopt.memory.labels import Label
+from graphopt.memory.tracker import Allocation, StorageTracker, storages_of
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "dot"})
 """ATen operations that run on cuBLAS."""
@@ -81,7 +82,19 @@ class Inside:
         self.unknown: set[str] = set()
         self._real = real
         self._workspace = gemm_workspace(device)
-        self._threads: set[bool] = set()
+        self._kept: dict[bool, Allocation] = {}
+
+    def begin(self, tracker: StorageTracker) -> None:
+        """Before the step: what cuBLAS keeps is there from the step before.
+
+        How much it is shows at the first product of each thread.
+
+        Args:
+            tracker: the record.
+        """
+        for backward, name in ((False, "the forward's thread"), (True, "autograd's thread")):
+            label = Label(f"cuBLAS of {name}")
+            self._kept[backward] = tracker.take(0, label, "", str(self.device), "workspaces")
 
     def add(
         self, tracker: StorageTracker, label: Any, backward: bool, call: tuple[Any, Any, Any, Any]
@@ -98,9 +111,8 @@ class Inside:
         if func.namespace != "aten":
             return
         name = func._schema.name.removeprefix("aten::")
-        if self._workspace and name in GEMMS and backward not in self._threads:
-            self._threads.add(backward)
-            tracker.take(self._workspace, label, "cuBLAS workspace", str(self.device), "workspaces")
+        if name in GEMMS:
+            self._kept[backward].bytes = self._workspace
         size = self._bytes(name, func, args, kwargs, out)
         if size:
             tracker.give_back(tracker.take(size, label, str(func), str(self.device), "temporaries"))

@@ -236,6 +236,7 @@ class Recorder:
         """
         tracker = self.tracker
         self.labels.name_parameters({key: name for key, (name, _) in self.leaves.items()})
+        self.inside.begin(tracker)
         start = len(tracker.events)
         with (
             torch.inference_mode(False),

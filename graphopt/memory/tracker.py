@@ -270,7 +270,7 @@ class StorageTracker(TorchDispatchMode):
         if start >= len(curve):
             return Peak(curve[-1] if curve else 0, max(0, len(curve) - 1), ())
         event = max(range(start, len(curve)), key=curve.__getitem__)
-        live = sorted(self.live_at(event), key=lambda a: -a.bytes)
+        live = sorted((a for a in self.live_at(event) if a.bytes), key=lambda a: -a.bytes)
         return Peak(curve[event], event, tuple(live))
 
 
