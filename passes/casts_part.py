@@ -59,6 +59,15 @@ RELOCATES = {
 }
 """Ops that move elements, each to one place at most: gradients are moved back, not summed."""
 
+FILLS = {
+    aten.pad.default: "value",
+    aten.constant_pad_nd.default: "value",
+    aten.masked_fill.Scalar: "value",
+    aten.where.ScalarOther: "other",
+    aten.where.ScalarSelf: "self",
+}
+"""Ops that move elements and put one number between them -> the name of that argument."""
+
 REPEATS = {aten.expand.default, aten.repeat.default, aten.index_select.default}
 """Ops that move elements to several places: their gradients are sums, so only without gradients."""
 
@@ -167,11 +176,24 @@ def _is_movable(
         return False  # what leaves the graph keeps its memory, which others may share
     if widens(node, low):
         return True
-    known = node.target in RELOCATES or node.target in SELECTS
+    known = node.target in RELOCATES or node.target in SELECTS or _fills(node, low)
     if not known and (node.target not in REPEATS or node in grads):
         return False
     inputs = _moved_inputs(node, low)
     return bool(inputs) and {dtype_of(n) for n in inputs} == {dtype_of(node)}
+
+
+def _fills(node: fx.Node, low: torch.dtype) -> bool:
+    """Whether an op puts a number between elements that is the same in low precision."""
+    name = FILLS.get(node.target)
+    if name is None:
+        return False
+    if node.target is aten.pad.default and ops.argument(node, "mode") != "constant":
+        return False
+    value = ops.argument(node, name)
+    if value is None:
+        return True  # pad's zero
+    return isinstance(value, (int, float)) and float(torch.tensor(value, dtype=low)) == value
 
 
 class Part:

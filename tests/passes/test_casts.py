@@ -82,8 +82,7 @@ def check_same(before: Body, after: Body) -> None:
         other = second.tensors[name]
         assert value is not None
         assert other is not None
-        assert value.dtype == other.dtype
-        assert torch.equal(value, other), name
+        torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_narrowing_moves_before_a_copy() -> None:
@@ -99,6 +98,26 @@ def test_a_weight_is_cast_itself_and_not_its_transpose() -> None:
     casts = [n.args[0] for n in after.graph.nodes if is_written(n)]
     assert "scale" in [str(n.target) for n in casts if n.op == "get_attr"]
     assert where(after) == ["aten.mul.Tensor"]
+    check_same(before, after)
+
+
+@pytest.mark.parametrize(
+    ("fill", "moves"),
+    [
+        (lambda x, m: F.pad(x, (0, 0, 2, 2)), True),
+        (lambda x, m: F.pad(x, (0, 0, 2, 2), value=0.1), False),
+        (lambda x, m: x.masked_fill(m, 0.0), True),
+        (lambda x, m: x.masked_fill(m, -float("inf")), True),
+        (lambda x, m: x.masked_fill(m, torch.finfo(torch.float32).min), False),
+        (lambda x, m: torch.where(m, x, 2.0), True),
+    ],
+)
+def test_a_fill_is_passed_where_low_precision_has_its_number(
+    fill: Callable[..., torch.Tensor], moves: bool
+) -> None:
+    before = written(lambda m, x: m.a(fill(x.exp(), x > 0)))
+    after = placed(before)
+    assert (where(after) == ["aten.exp.default"]) == moves
     check_same(before, after)
 
 
@@ -260,6 +279,8 @@ MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": lambda x: (x * 0.1).exp(),
     "pad": lambda x: F.pad(x[None], (1, 1), mode="replicate")[0, :, 1:-1],  # float32 on the CPU
     "round": lambda x: x.to(BF16),
+    "fill": lambda x: x.masked_fill(x > 1, 0.0),
+    "zeros": lambda x: F.pad(x[:-2], (0, 0, 1, 1)),
 }
 
 
