@@ -12,7 +12,7 @@ from torch import nn
 from graphopt.errors import OptionError
 from graphopt.module import graphopt_of
 from graphopt.numerics import Comparison
-from graphopt.options import check_inputs
+from graphopt.options import check_inputs, names_checked
 from graphopt.precision import lowered
 from graphopt.testing.blame import Suspect, find_suspect
 from graphopt.testing.failure import EquivalenceError
@@ -45,6 +45,7 @@ class Equivalence:
         return "\n".join([repr(self.comparison), *(f"note: {n}" for n in self.notes)])
 
 
+@names_checked
 def assert_equivalent(
     model: nn.Module,
     optimized: nn.Module,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphopt.capture import signature as sig
+from graphopt.errors import OptionError
 from graphopt.replay import default_dtype, forked_rng, without_autocast
 from graphopt.testing.atrest import AtRest
 from graphopt.testing.inputs import copy_arguments
@@ -130,7 +131,18 @@ def observe(
 
 
 def _fill(upstream: Upstream, flat: Sequence[torch.Tensor], plan: Plan) -> None:
-    """An upstream gradient for each result that takes one."""
+    """An upstream gradient for each result that takes one.
+
+    Raises:
+        OptionError: for a given one that fits no result.
+    """
+    for i, g in plan.given.items():
+        if i >= len(flat) or g.shape != flat[i].shape:
+            wanted = f"is of shape {list(flat[i].shape)}" if i < len(flat) else "is not there"
+            raise OptionError(
+                f"upstream[{i}] is of shape {list(g.shape)}, result {i} {wanted}",
+                try_="one gradient for each result that is a tensor, None for a drawn one",
+            )
     for i, y in enumerate(flat):
         if not y.requires_grad or i in upstream:
             continue

@@ -128,7 +128,11 @@ class Trial:
 
     def _optimized(self, plan: Plan, upstream: Upstream) -> Observed:
         entry = self._entry(plan) if self.eager.dropped else None
-        around = graph_at_rest(entry) if entry is not None else contextlib.nullcontext()
+        around = None  # any other module has its dropouts at rest like the model
+        if not self.eager.dropped:
+            around = contextlib.nullcontext()
+        elif entry is not None:
+            around = graph_at_rest(entry)
         return observe(self.optimized, plan, upstream, around=around)
 
     def _draw(self, number: int, model: ModelTruth | None) -> Comparison:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import graphopt
+from graphopt.errors import OptionError
 from graphopt.testing import EquivalenceError, assert_equivalent
 
 
@@ -48,6 +50,31 @@ def test_an_attached_model_passes() -> None:
 def test_any_other_module_can_be_compared() -> None:
     model = rest(Block())
     assert_equivalent(model, Twin(model, RIGHT), inputs(), {"seen": torch.ones(2)})
+
+
+def test_any_other_module_has_its_dropouts_at_rest_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    found = assert_equivalent(model, model, torch.randn(3, 4))
+    assert "dropout: compared at p = 0" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("upstream", "text"),
+    [
+        (torch.ones(3), "upstream[0] is of shape [3], result 0 is of shape [2, 4]"),
+        ([torch.ones(2, 4), torch.ones(1)], "result 1 is not there"),
+    ],
+)
+def test_an_upstream_gradient_that_fits_no_result_is_told(upstream: Any, text: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(OptionError, match=re.escape(text)):
+        assert_equivalent(model, graphopt.optimize(model), torch.ones(2, 4), upstream=upstream)
+
+
+def test_a_keyword_that_is_no_option_is_told() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(OptionError, match="assert_equivalent has no option 'stride'"):
+        assert_equivalent(model, model, torch.ones(2, 4), stride=False)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
