@@ -207,3 +207,68 @@ def _() -> Iterator[Spelling]:
 def _() -> Iterator[Spelling]:
     x, y = torch.randn(8, 64), torch.arange(8)
     yield lambda x, y: F.cross_entropy(x[:, :10], y), (x, y)
+
+
+@rule("fusion")
+def shifted_cross_entropy(x, stop, target, weight, reduction, ignore, smoothing, classes, out):
+    """Logits of which the last tokens are cut off are read whole, with nothing asked of these.
+
+    The gradient of the slice would be a copy of all others into zeros; rows whose target is the
+    ignored one get their zeros from the kernel.
+    """
+    return graphopt.cross_entropy.default(
+        aten.slice.Tensor(x, 1, 0, stop), target, weight, reduction, ignore, smoothing,
+        classes=classes, out_dtype=out,
+    )  # fmt: skip
+
+
+@shifted_cross_entropy.check
+def _(m: Match) -> str | None:
+    x, target = m.tensor("x"), m.tensor("target")
+    if not m.body.grad or m.reduction == 0:
+        return ""
+    if x is None or target is None or x.dim() != 3:
+        return "the logits are no sequences of rows"
+    if not all(isinstance(n, int) and n > 0 for n in (*x.shape, *target.shape)):
+        return "sizes are symbolic, or there are no rows"
+    if _cut(m) * 4 > x.shape[1]:
+        return "so many tokens are cut off that reading them would cost more"
+    return None
+
+
+def _cut(m: Match) -> int:
+    batch, tokens, _ = m.x.meta["val"].shape
+    return int(tokens - m.target.meta["val"].numel() // batch)
+
+
+@shifted_cross_entropy.replace
+def _(m: Match) -> fx.Node:
+    batch, tokens, _ = m.x.meta["val"].shape
+    target = m.call(aten.reshape.default, m.target, [batch, tokens - _cut(m)])
+    target = m.call(aten.constant_pad_nd.default, target, [0, _cut(m)], m.ignore)
+    return m.call(
+        graphopt.cross_entropy.default,
+        m.x, target, m.weight, m.reduction, m.ignore, m.smoothing,
+        classes=m.classes, out_dtype=m.out,
+    )  # fmt: skip
+
+
+@shifted_cross_entropy.spellings
+def _() -> Iterator[Spelling]:
+    x, y = torch.randn(2, 5, 9), torch.tensor([[1, 8, -100, 3, 0], [0, 2, 5, -100, 7]])
+
+    def loss(x: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+        before, after = x[..., :-1, :].contiguous(), y[..., 1:].contiguous()
+        return F.cross_entropy(before.view(-1, 9), after.view(-1), **options)
+
+    yield loss, (x.requires_grad_(), y)
+    yield lambda x, y: loss(x.float(), y, label_smoothing=0.1, reduction="sum"), (x.bfloat16(), y)
+
+
+@shifted_cross_entropy.refuses
+def _() -> Iterator[Spelling]:
+    x, y = torch.randn(2, 5, 9), torch.arange(10).view(2, 5) % 9
+    rows = F.cross_entropy
+    yield lambda x, y: rows(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none"), (x, y)
+    yield lambda x, y: rows(x[:, :2].flatten(0, 1), y[:, :2].flatten()), (x, y)
+    yield lambda x, y: rows(x[:, 1:].flatten(0, 1), y[:, 1:].flatten()), (x, y)
