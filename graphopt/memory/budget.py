@@ -82,7 +82,7 @@ def check_budget(budget: Any, name: str = "memory_budget") -> Budget | None:
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise OptionError(f"{name} is {budget!r}"[:100], try_=_FORMS)
     if isinstance(budget, numbers.Integral):
-        count = operator.index(budget)  # type: ignore[arg-type]
+        count = operator.index(budget)
         if count < LEAST:
             cure = "1.0 for the peak without a plan, '1GiB' for bytes" if count == 1 else _FORMS
             raise OptionError(f"{name} is {count} byte{'s' * (count != 1)}", why=_LITTLE, try_=cure)

@@ -30,20 +30,28 @@ def memory_parts(plan: MemoryPlan) -> list[Part]:
     """What a plan does, and what other plans there are."""
     parts: list[Part] = [f"{memory_line(plan)}. The peak is at {plan.where or 'no op'}."]
     if plan.recompute:
-        rows = tuple(
-            (where, str(count), size(kept) if kept else "-", f"{ms:.3g}", kinds)
-            for where, count, kept, ms, kinds in plan.modules()
-        )
-        header = ("module", "values", "no longer kept", "ms", "ops that run again")
-        parts += ["Recomputed, by module:", Table(header, rows, right=header[1:4])]
+        parts += ["Recomputed, by module:", _module_table(plan)]
     if len(plan.curve) > 1:
-        rows = tuple(
-            (size(p.peak_bytes), f"+{p.extra_ms:.3g}", str(p.recomputed))
-            for p in spread(plan.curve, 10)
-        )
-        header = ("predicted peak", "ms", "values")
-        parts += ["What other budgets would cost:", Table(header, rows, right=header)]
+        parts += ["What other budgets would cost:", _curve_table(plan)]
     return [*parts, COUNTED]
+
+
+def _module_table(plan: MemoryPlan) -> Table:
+    rows = tuple(
+        (where, str(count), size(kept) if kept else "-", f"{ms:.3g}", kinds)
+        for where, count, kept, ms, kinds in plan.modules()
+    )
+    header = ("module", "values", "no longer kept", "ms", "ops that run again")
+    return Table(header, rows, right=header[1:4])
+
+
+def _curve_table(plan: MemoryPlan) -> Table:
+    rows = tuple(
+        (size(p.peak_bytes), f"+{p.extra_ms:.3g}", str(p.recomputed))
+        for p in spread(plan.curve, 10)
+    )
+    header = ("predicted peak", "ms", "values")
+    return Table(header, rows, right=header)
 
 
 def _cost(plan: MemoryPlan) -> str:
