@@ -16,6 +16,9 @@ from graphopt.errors import OptionError
 
 FILE = "rates.json"
 
+LAUNCHES = 200
+"""Small operations whose mean time is the least time of one."""
+
 _GEMM_DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 
 
@@ -75,7 +78,7 @@ def _measure_gpu(device: torch.device, name: str) -> Rates:
     target = torch.empty_like(source)
     copy = _gpu_seconds(lambda: target.copy_(source), device)
     tiny = torch.zeros(1, device=device)
-    floor = _gpu_seconds(lambda: tiny.add_(1), device, repeats=50)
+    floor = _gpu_seconds(lambda: _often(tiny), device) / LAUNCHES
     host = torch.empty(min(size, 2**26), dtype=torch.uint8, pin_memory=True)
     link = _gpu_seconds(lambda: target[: host.numel()].copy_(host, non_blocking=True), device)
     sides = {"bfloat16": 8192, "float16": 8192, "tf32": 4096, "float32": 4096, "float64": 2048}
@@ -99,10 +102,15 @@ def _measure_cpu(name: str) -> Rates:
     target = torch.zeros_like(source)
     copy = _cpu_seconds(lambda: target.copy_(source))
     tiny = torch.zeros(1)
-    floor = _cpu_seconds(lambda: tiny.add_(1), repeats=50)
+    floor = _cpu_seconds(lambda: _often(tiny)) / LAUNCHES
     device = torch.device("cpu")
     rates = {d: _gemm(d, 256, device, _cpu_seconds) for d in _GEMM_DTYPES}
     return Rates(name, 2 * 2**25 / copy / 1e9, rates, max(1.0, floor * 1e6), source=_source())
+
+
+def _often(tensor: torch.Tensor) -> None:
+    for _ in range(LAUNCHES):
+        tensor.add_(1)
 
 
 def _gemm(
@@ -113,7 +121,9 @@ def _gemm(
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-        a = torch.ones(side, side, dtype=kind, device=device)
+        # Not of ones: a GPU computes those at higher clocks than a model's values.
+        own = torch.Generator(device).manual_seed(0)
+        a = torch.empty(side, side, dtype=kind, device=device).uniform_(-1, 1, generator=own)
         out = torch.empty_like(a)
         return 2 * side**3 / seconds(lambda: torch.mm(a, a, out=out)) / 1e12
     finally:

@@ -45,6 +45,16 @@ MEASURED = (
     "native_group_norm_backward",
     "embedding_dense_backward",
     "_fused_rms_norm_backward",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "native_batch_norm_backward",
+    "_cudnn_rnn",
+    "_cudnn_rnn_backward",
+    "index_put",
+    "_index_put_impl_",
+    "sort",
+    "topk",
+    "cumsum",
 )
 """ATen operations whose inner allocations on CUDA are measured by a call."""
 

@@ -45,6 +45,7 @@ class FakeStep:
         loss_end: the event at which the loss was there and backward began.
         loss: what the backward began from, in words.
         gradients: the allocations that parameters and inputs hold as `.grad` in the end.
+        unknown: operations whose memory inside could not be measured.
     """
 
     tracker: StorageTracker
@@ -53,6 +54,7 @@ class FakeStep:
     loss_end: int
     loss: str
     gradients: list[Allocation]
+    unknown: tuple[str, ...] = ()
 
     def kind(self, made: Allocation) -> str:
         """What an allocation is for: see `Prediction.breakdown`."""
@@ -263,7 +265,8 @@ class Recorder:
         gradients = [g for g in found if g is not None]
         for made in gradients:
             made.kind = "gradients"
-        return FakeStep(tracker, start, forward_end, loss_end, said, gradients)
+        unknown = tuple(sorted(self.inside.unknown))
+        return FakeStep(tracker, start, forward_end, loss_end, said, gradients, unknown)
 
 
 def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]]:

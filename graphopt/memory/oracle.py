@@ -288,6 +288,7 @@ def summarize(
         saved_bytes=sum(a.bytes for a in saved),
         loss=run.loss,
         device=str(device),
+        notes=tuple(f"what {op} takes inside could not be measured" for op in run.unknown),
     )
 
 

@@ -56,6 +56,15 @@ def test_a_cpu_build_makes_no_fake_cuda_tensors():
     assert found.returncode == 0, found.stderr
 
 
+def test_what_cannot_be_measured_is_known_by_name(monkeypatch):
+    monkeypatch.setattr(device, "measured_bytes", lambda *call: None)
+    seen, inside = StorageTracker(), device.Inside(CUDA, real=True)
+    inside.begin(seen)
+    inside.add(seen, None, False, (torch.ops.aten.convolution.default, (), {}, None))
+    inside.add(seen, None, False, (torch.ops.aten.relu.default, (), {}, None))
+    assert inside.unknown == {"convolution"}
+
+
 def _needs(value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
