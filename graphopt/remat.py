@@ -16,18 +16,17 @@ raises, `retain_graph` and double backward work, nothing outlives the autograd g
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from graphopt.errors import GraphOptError
+from graphopt.graph.calls import Recipe, evaluate
 
 _DEVICES = ("cpu", "cuda")  # with an autocast of their own
 
@@ -37,47 +36,6 @@ class ModifiedError(GraphOptError, RuntimeError):
 
     A `RuntimeError` too, as autograd's own.
     """
-
-
-# -------------------------------------------------------------------------------------- recipes
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """In a recipe: the tensor or number that the marker holds at this position."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Again:
-    """In a recipe: another dropped value, computed again where it must be."""
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """In a recipe: a function of constants, held tensors, other values and further calls."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Recipe:
-    """How one dropped value is computed again.
-
-    Attributes:
-        name: the value's name.
-        call: the op that made it, over the views between it and what is held.
-        reads: names of the dropped values that it reads.
-    """
-
-    name: str
-    call: Call
-    reads: tuple[str, ...]
 
 
 # -------------------------------------------------------------------------------------- forward
@@ -211,27 +169,22 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """How a tensor lies in its storage."""
 
     shape: torch.Size
     strides: tuple[int, ...]
-    offset: Any
     dtype: torch.dtype
+    offset: Any
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Layout:
-        return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
 
 
-def _like(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A tensor made without recording, marked as its twin of the forward is.
-
-    Nothing is recorded for it; but some ops (matmul) choose by the mark how to compute, and
-    round otherwise.
-    """
-    return tensor.requires_grad_() if requires_grad else tensor
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its past, marked as it is, see `evaluate`."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Handle:
@@ -278,7 +231,10 @@ def _unpack(handle: _Handle) -> torch.Tensor:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors count no writes
+        return 0
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:
@@ -300,26 +256,16 @@ class _Run:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # the backward passes of several devices run side by side
-        self.cached: weakref.WeakSet[_Value] = weakref.WeakSet()
+        self.cached: list[weakref.ref[_Value]] = []
         self._tasks: set[int] = set()
         self._autocast = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
 
-    @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
+    def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
         """Without recording, under the autocast of the forward."""
         now = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
-        self._switch(self._autocast, now)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._switch(now, self._autocast)
-
-    @staticmethod
-    def _switch(to: tuple[bool, ...], now: tuple[bool, ...]) -> None:
-        for device, wanted, current in zip(_DEVICES, to, now, strict=True):
-            if wanted != current:
-                torch.set_autocast_enabled(device, wanted)
+        if now == self._autocast and not torch.is_grad_enabled():
+            return _NOTHING  # as it mostly is
+        return _switched(self._autocast, now)
 
     def keeps(self) -> bool:
         """Whether values may be kept: in a backward pass, whose end lets go of those left."""
@@ -334,8 +280,28 @@ class _Run:
 
     def _end(self, task: int) -> None:
         self._tasks.discard(task)
-        for value in list(self.cached):
-            value.forget()
+        cached, self.cached = self.cached, []
+        for found in cached:
+            value = found()
+            if value is not None:
+                value.forget()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _switched(to: tuple[bool, ...], back: tuple[bool, ...]) -> Iterator[None]:
+    def switch(flags: tuple[bool, ...]) -> None:
+        for device, flag in zip(_DEVICES, flags, strict=True):
+            torch.set_autocast_enabled(device, flag)
+
+    switch(to)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        switch(back)
 
 
 class _Value:
@@ -346,7 +312,8 @@ class _Value:
         self.recipe: Recipe | None = None
         self.layouts: dict[int, _Layout] = {}
         self.handles: dict[int, weakref.ref[_Handle]] = {}
-        self._held: list[tuple[Any, int]] = []
+        self._held: list[Any] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
         self._reads: list[_Value] = []
         self._readers: list[weakref.ref[_Value]] = []
         self._cache: Any = None
@@ -355,12 +322,8 @@ class _Value:
     def hold(self, recipe: Recipe, held: Sequence[Any], reads: list[_Value]) -> None:
         """Take the recipe and what it reads."""
         self.recipe = recipe
-        self._held = [
-            (_like(t.detach(), t.requires_grad), _version(t))
-            if isinstance(t, torch.Tensor)
-            else (t, 0)
-            for t in held
-        ]
+        self._held = [_detached(t) if isinstance(t, torch.Tensor) else t for t in held]
+        self._versions = [(t, _version(t)) for t in self._held if isinstance(t, torch.Tensor)]
         self._reads = reads
         for value in reads:
             value._readers.append(weakref.ref(self))
@@ -369,10 +332,12 @@ class _Value:
         """A part of the value for one of its handles."""
         run = self._run
         with run.lock, run.as_in_forward():
-            made = self._made()
+            made = self._cache
+            if made is None:
+                made = self._made()
             base = made[output] if isinstance(made, (list, tuple)) else made
             was, now = self.layouts[output], _Layout.of(base)
-            if (now.shape, now.strides, now.dtype) != (was.shape, was.strides, was.dtype):
+            if now[:3] != was[:3]:
                 raise GraphOptError(
                     f"the dropped value {self.recipe and self.recipe.name} came out otherwise",
                     why=f"{list(was.shape)} {was.dtype} with strides {was.strides} in forward, "
@@ -421,18 +386,16 @@ class _Value:
 
     def _compute(self, have: Mapping[_Value, Any]) -> Any:
         assert self.recipe is not None
-        for tensor, version in self._held:
-            if isinstance(tensor, torch.Tensor):
-                _check_version(tensor, version)
-        held = [t for t, _ in self._held]
+        for tensor, version in self._versions:
+            _check_version(tensor, version)
         reads = {n: have[v] for n, v in zip(self.recipe.reads, self._reads, strict=True)}
-        made = _evaluate(self.recipe.call, held, reads)
+        made = evaluate(self.recipe.call, self._held, reads)
         if self._run.keeps():
             readers = [v for r in self._readers if (v := r()) is not None and v._cache is None]
             self._pending = {i for i, h in self.handles.items() if h() is not None}
             self._pending.update(map(id, readers))
             self._cache = made
-            self._run.cached.add(self)
+            self._run.cached.append(weakref.ref(self))
         for source in self._reads:
             source.had(id(self))
         return made
@@ -450,29 +413,3 @@ class _Value:
     def __del__(self) -> None:
         for source in self._reads:
             source.had(id(self))
-
-
-def _evaluate(call: Call, held: Sequence[Any], reads: Mapping[str, Any]) -> Any:
-    """The value of a recipe."""
-    recorded = False
-
-    def operand(part: Any) -> Any:
-        nonlocal recorded
-        if isinstance(part, Held):
-            part = held[part.index]
-        elif isinstance(part, Again):
-            part = reads[part.name]
-        elif isinstance(part, Call):
-            part = _evaluate(part, held, reads)
-        recorded |= isinstance(part, torch.Tensor) and part.requires_grad
-        return part
-
-    args, kwargs = map_aggregate((call.args, dict(call.kwargs)), operand)
-    made = call.target(*args, **kwargs)
-    if recorded and call.target is not torch.ops.aten.detach.default:
-        for tensor in made if isinstance(made, (list, tuple)) else (made,):
-            if isinstance(tensor, torch.Tensor) and (
-                tensor.is_floating_point() or tensor.is_complex()
-            ):
-                tensor.requires_grad_()
-    return made

@@ -12,7 +12,8 @@ from torch.fx.node import map_aggregate
 
 from graphopt.errors import PassError
 from graphopt.graph import ops
-from graphopt.remat import Again, Call, Held, Recipe, is_marker
+from graphopt.graph.calls import Again, Call, Held, Recipe
+from graphopt.remat import is_marker
 
 
 def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str, Recipe]:

@@ -15,13 +15,14 @@ from torch import nn
 import graphopt
 from graphopt.errors import OptionError, PassError
 from graphopt.graph import lint
+from graphopt.graph.calls import Call
 from graphopt.graph.edit import Editor
 from graphopt.graph.recipes import marked
 from graphopt.graph.text import ir_text, parse
 from graphopt.passes.base import Log
 from graphopt.passes.clean import Clean
 from graphopt.passes.remat import Rematerialize, reasons, saved_bytes, segment_values
-from graphopt.remat import Call, is_marker
+from graphopt.remat import is_marker
 
 CASES = [(name, None) for name in MODELS] + [("mlp", "bf16"), ("gpt", "bf16"), ("conv", "bf16")]
 
