@@ -30,6 +30,7 @@ FAMILIES = (
     "glu",
     "dropout",
     "rope",
+    "linear",
     "linear_rope",
     "functional",
     "cast",

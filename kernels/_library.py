@@ -167,7 +167,7 @@ def _autograd(name: str, overload: torch._ops.OpOverload, gradient: Gradient) ->
     place = {a.name: i for i, a in enumerate(arguments)}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _needs_gradient(args) or _needs_gradient(kwargs.values()) or _in_forward_ad():
+        if differentiated(*args, *kwargs.values()):
             values = [*args, *defaults[len(args) :]]
             for key, value in kwargs.items():
                 values[place[key]] = value
@@ -178,16 +178,13 @@ def _autograd(name: str, overload: torch._ops.OpOverload, gradient: Gradient) ->
     return run
 
 
-def _needs_gradient(values: Any) -> bool:
+def differentiated(*values: Any) -> bool:
+    """Whether a call with these operands has to go through its `autograd.Function`."""
     if torch.is_grad_enabled():
         for value in values:  # a loop: a generator costs more than the tests
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 return True
-    return False
-
-
-def _in_forward_ad() -> bool:
-    # Into the Function, which refuses dual tensors; below autograd their tangents would be lost.
+    # In forward mode as well: the Function refuses dual tensors, whose tangents would be lost.
     return forward_ad._current_level >= 0
 
 
@@ -218,7 +215,7 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
                     return gradient.backward(saved, ctx.kept, needs, grads)
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 results = gradient.backward(saved, ctx.kept, needs, grads)
-            return _once(name, results, (*saved, *grads))
+            return once(name, results, (*saved, *grads))
 
     Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"
     return Fused
@@ -241,7 +238,7 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _once(name: str, results: Args, sources: Args) -> Args:
+def once(name: str, results: Args, sources: Args) -> Args:
     """Gradients made under create_graph=True: usable, but an error when differentiated again.
 
     torch's own ``once_differentiable`` looks only at the incoming gradients, so a gradient penalty

@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from graphopt.errors import OptionError, UnsupportedError
-from graphopt.kernels._library import Gradient, define, invoke
+from graphopt.kernels._launch import is_aligned
+from graphopt.kernels._library import LIBRARY, define, differentiated, invoke, once
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, kernel_serves
+from graphopt.kernels.linear import bias_gradients, parameter_gradients
 from graphopt.kernels.rope import _backward_reference as turned_back
 from graphopt.kernels.rope import rope_reference
 
@@ -35,6 +37,8 @@ def linear_rope_reference(
     sin: torch.Tensor,
     widths: Sequence[int],
     interleaved: bool = False,
+    masters: Sequence[torch.Tensor] | None = None,
+    bias_masters: Sequence[torch.Tensor] | None = None,
 ) -> Parts:
     """Project x to queries, keys and values and turn the first two, in plain torch.
 
@@ -46,6 +50,8 @@ def linear_rope_reference(
         sin: the same.
         widths: rows of the three parts, W in all.
         interleaved: see `rope`.
+        masters: see `linear_wide`; with some, they get the gradient in place of weight.
+        bias_masters: likewise, in place of bias.
 
     Returns:
         q [B, Hq, S, D], k [B, Hk, S, D] and v [B, S, widths[2]] in x's dtype, parts of one
@@ -116,6 +122,8 @@ def _launch(
     sin: torch.Tensor,
     widths: Sequence[int],
     interleaved: bool = False,
+    masters: Sequence[torch.Tensor] | None = None,
+    bias_masters: Sequence[torch.Tensor] | None = None,
 ) -> Parts:
     _check(x, weight, bias, cos, sin, widths)
     packed = F.linear(x, weight, bias)
@@ -145,6 +153,8 @@ def _fake(
     sin: torch.Tensor,
     widths: Sequence[int],
     interleaved: bool = False,
+    masters: Sequence[torch.Tensor] | None = None,
+    bias_masters: Sequence[torch.Tensor] | None = None,
 ) -> Parts:
     _check(x, weight, bias, cos, sin, widths)
     packed = x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -192,7 +202,7 @@ def _gathered(
         if grad is None:
             part.zero_()
         elif i == 2:
-            part.copy_(grad)
+            (_copy if launch else torch.Tensor.copy_)(part, grad)
         else:
             dy = grad if grad.stride(-1) == 1 else grad.contiguous()
             if launch and _turn(dy, cos, sin, part, interleaved, back=True):
@@ -200,6 +210,20 @@ def _gathered(
             dtype = arithmetic(grad, cos, sin)
             part.copy_(turned_back(grad, cos, sin, interleaved, dtype, _dense(grad.shape)))
     return packed
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy rows, 16 bytes at a time where both lie so: single elements take thrice as long."""
+    unit = 16 // to.element_size()
+    if to.dtype == source.dtype and to.numel() and all(_in_units(t, unit) for t in (to, source)):
+        to, source = to.view(torch.complex128), source.view(torch.complex128)
+    to.copy_(source)
+
+
+def _in_units(t: torch.Tensor, unit: int) -> bool:
+    """Whether each row of a tensor lies in whole units, at multiples of one."""
+    steps = (*t.stride()[:-1], t.shape[-1], t.storage_offset())
+    return t.stride(-1) == 1 and all(n % unit == 0 for n in steps) and is_aligned(t)
 
 
 def _dense(shape: Sequence[int]) -> list[int]:
@@ -226,45 +250,92 @@ _BACKWARD = define(
 )
 
 
-def _forward_grad(
+_LINEAR_ROPE = define(
+    "linear_rope(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, int[] widths,"
+    " bool interleaved=False, Tensor[]? masters=None, Tensor[]? bias_masters=None)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch=_launch,
+    reference=linear_rope_reference,
+    fake=_fake,
+)
+
+
+class _LinearRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        plan: tuple[Sequence[int], bool, int],
+        *masters: torch.Tensor,
+    ) -> Parts:
+        if cos.requires_grad or sin.requires_grad:
+            raise UnsupportedError(
+                "graphopt::linear_rope: a gradient for cos or sin",
+                why="q and k are turned in place, so what they were before is gone",
+                try_="a linear and graphopt::rope",
+            )
+        widths, interleaved, count = plan
+        ctx.masters, ctx.bias_masters = list(masters[:count]), list(masters[count:])
+        ctx.plan = plan
+        with torch._C._AutoDispatchBelowAutograd():
+            parts: Parts = invoke(_LINEAR_ROPE, x, weight, bias, cos, sin, widths, interleaved)
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.set_materialize_grads(False)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            found = _gradients(ctx, saved, grads)
+        return once("linear_rope", found, (*saved, *grads)) if torch.is_grad_enabled() else found
+
+
+def _gradients(ctx: Any, saved: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    x, weight, cos, sin = saved
+    widths, interleaved, _ = ctx.plan
+    needs, masters, biases = ctx.needs_input_grad, ctx.masters, ctx.bias_masters
+    packed = invoke(_BACKWARD, cos, sin, list(grads), list(widths), interleaved, x)
+    rows, flat = packed.flatten(0, 1), x.flatten(0, 1)
+    dx = torch.mm(rows, weight).view(x.shape) if needs[0] else None
+    dw = torch.mm(rows.t(), flat) if needs[1] else None
+    db = rows.sum(0) if needs[2] else None
+    wide: list[torch.Tensor | None] = [None] * len(masters)
+    if any(needs[6 : 6 + len(masters)]):
+        wide = [*parameter_gradients(rows, flat, masters)]
+    return dx, dw, db, None, None, None, *wide, *(bias_gradients(rows, biases) if biases else ())
+
+
+def _autograd(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     widths: Sequence[int],
-    interleaved: bool,
-) -> tuple[Parts, tuple[torch.Tensor, ...], Any]:
-    if cos.requires_grad or sin.requires_grad:
-        raise UnsupportedError(
-            "graphopt::linear_rope: a gradient for cos or sin",
-            why="q and k are turned in place, so what they were before is gone",
-            try_="a linear and graphopt::rope",
-        )
-    parts = invoke(_LINEAR_ROPE, x, weight, bias, cos, sin, widths, interleaved)
-    return parts, (x, weight, cos, sin), (tuple(widths), interleaved)
+    interleaved: bool = False,
+    masters: Sequence[torch.Tensor] | None = None,
+    bias_masters: Sequence[torch.Tensor] | None = None,
+) -> Parts:
+    masters, bias_masters = masters or (), bias_masters or ()
+    if differentiated(x, weight, bias, cos, sin, *masters, *bias_masters):
+        weight = weight.detach() if masters else weight
+        bias = bias.detach() if bias is not None and bias_masters else bias
+        plan = (tuple(widths), interleaved, len(masters))
+        found: Parts = _LinearRope.apply(x, weight, bias, cos, sin, plan, *masters, *bias_masters)
+        return found
+    with torch._C._AutoDispatchBelowAutograd():
+        parts: Parts = _LINEAR_ROPE(x, weight, bias, cos, sin, widths, interleaved)
+    return parts
 
 
-def _backward_grad(
-    saved: tuple[Any, ...], kept: Any, needs: tuple[bool, ...], grads: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    x, weight, cos, sin = saved
-    packed = invoke(_BACKWARD, cos, sin, list(grads), kept[0], kept[1], x)
-    rows = packed.flatten(0, 1)
-    dx = torch.mm(rows, weight).view(x.shape) if needs[0] else None
-    dw = torch.mm(rows.t(), x.flatten(0, 1)) if needs[1] else None
-    db = rows.sum(0) if needs[2] else None
-    return dx, dw, db, None, None, None, None
-
-
-_LINEAR_ROPE = define(
-    "linear_rope(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, int[] widths,"
-    " bool interleaved=False) -> (Tensor, Tensor, Tensor)",
-    launch=_launch,
-    reference=linear_rope_reference,
-    fake=_fake,
-    gradient=Gradient(_forward_grad, _backward_grad),
-)
+LIBRARY.impl("linear_rope", _autograd, "Autograd")
 
 
 def _cost(
@@ -275,6 +346,8 @@ def _cost(
     sin: torch.Tensor,
     widths: Sequence[int],
     interleaved: bool = False,
+    masters: Sequence[torch.Tensor] | None = None,
+    bias_masters: Sequence[torch.Tensor] | None = None,
 ) -> Cost:
     rows, size = prod(x.shape[:-1]), x.element_size()
     turned = rows * (widths[0] + widths[1])
@@ -291,12 +364,15 @@ def _backward_cost(
     sin: torch.Tensor,
     widths: Sequence[int],
     interleaved: bool = False,
+    masters: Sequence[torch.Tensor] | None = None,
+    bias_masters: Sequence[torch.Tensor] | None = None,
 ) -> Cost:
     rows, size = prod(x.shape[:-1]), x.element_size()
     packed = rows * weight.shape[0] * size
     # Gathered once, then read by each GEMM.
     read = 3 * packed + tensor_bytes(x, weight, cos, sin)
-    return Cost(read, packed + tensor_bytes(x, weight, bias), 4 * rows * weight.numel())
+    written = packed + tensor_bytes(x, *(masters or (weight,)), *(bias_masters or (bias,)))
+    return Cost(read, written, 4 * rows * weight.numel())
 
 
 def _samples(device: torch.device) -> Iterator[Sample]:

@@ -58,7 +58,7 @@ class MergeLinear:
         siblings: dict[fx.Node, list[fx.Node]] = {}
         for node in body.graph.nodes:
             if node.op == "call_function" and node.target is aten.linear.default:
-                siblings.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+                siblings.setdefault(node.args[0], []).append(node)
         for linears in siblings.values():
             if len(linears) > 1 and log.room:
                 _merge_siblings(linears, body, log)
@@ -301,7 +301,7 @@ def _with_rope(group: list[Member], rotary: Rotary, body: Body, log: Log) -> Non
 
 def _first(group: list[Member]) -> fx.Node:
     """The first linear of a group, before which all is inserted."""
-    return min(m.linear for m in group)  # type: ignore[type-var]
+    return min(m.linear for m in group)
 
 
 def _stacked(

@@ -30,6 +30,8 @@ from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
 from graphopt.passes.strides import KeepOutputStrides
 from graphopt.passes.weights import CastWeights
+from graphopt.passes.wide import NAME as WIDE
+from graphopt.passes.wide import WideGradients
 
 RULE_MODULES = (
     "graphopt.passes.canonical.activation",
@@ -106,7 +108,7 @@ def all_rules() -> list[Rule]:
     return sorted(REGISTRY.values(), key=lambda r: order.get(r.module, len(order)))
 
 
-OPTIONAL_PASSES = (PLACE, MERGE)
+OPTIONAL_PASSES = (PLACE, MERGE, WIDE)
 """Passes that `rules=` names as it names rules."""
 
 
@@ -224,7 +226,9 @@ def pipeline(options: PassOptions, leading: tuple[Pass, ...] = ()) -> tuple[Pass
     chosen = select_passes(options.rules)
     placed = (PlaceCasts(), ApplyRules("fusion", casts)) if PLACE in chosen else ()
     merged = (MergeLinear(),) if MERGE in chosen else ()
-    return (*passes, ApplyRules("fusion", fusion), Clean(), *placed, *merged, CastWeights())
+    wide = (WideGradients(),) if WIDE in chosen else ()
+    cast = (*placed, *merged, CastWeights(), *wide)
+    return (*passes, ApplyRules("fusion", fusion), Clean(), *cast)
 
 
 Watcher = Callable[[str, Body, Log], None]

@@ -136,14 +136,14 @@ def emit_casts(
 
 def _merge(casts: list[fx.Node], body: Body, log: Log, name: str) -> None:
     first = casts[0]
-    before = _start(first)
+    before = _maker(first)
     stacks = list(dict.fromkeys(tuple(cast_sources(c) or ()) for c in casts))
     editor = Editor(body.graph, name)
     merged, items = emit_casts(
         [list(s) for s in stacks], first.meta["val"].dtype, before, first, editor
     )
     new = [items[stacks.index(tuple(cast_sources(c) or ()))] for c in casts]
-    old = sorted({*casts, *(c.args[0] for c in casts if c.target is operator.getitem)})  # type: ignore[type-var]
+    old = sorted(set(_distinct(n for c in casts for n in (c, _maker(c)))))
     sources = list(_distinct(s for stack in stacks for s in stack))
     created = [merged, *items]
     log.rewrites.append(
@@ -171,8 +171,8 @@ def _merge(casts: list[fx.Node], body: Body, log: Log, name: str) -> None:
     editor.erase(old)
 
 
-def _start(cast: fx.Node) -> fx.Node:
-    """The node before which a block's casts are made: the first of them."""
+def _maker(cast: fx.Node) -> fx.Node:
+    """The node that makes a cast's value: itself, or the op that it is an item of."""
     made = cast.args[0] if cast.target is operator.getitem else cast
     assert isinstance(made, fx.Node)
     return made

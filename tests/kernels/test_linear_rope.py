@@ -70,6 +70,30 @@ def test_heads(triton_backend, check, heads, width):
         check.near(f"tensor {i}", *pair, 4 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_masters_get_the_gradient_in_their_own_dtype(backend, with_bias):
+    x, weight, bias, cos, sin, widths = next(iter(OP.samples(backend.device))).args
+    low, given = (
+        x.bfloat16().requires_grad_(),
+        [w.clone().requires_grad_() for w in weight.split(widths)],
+    )
+    biases = [b.clone().requires_grad_() for b in bias.split(widths)] if with_bias else []
+    held = bias.bfloat16() if with_bias else None
+    parts = OP.overload(low, weight.bfloat16(), held, cos, sin, widths, False, given, biases)
+    grads = [torch.randn_like(p) for p in parts]
+    found = torch.autograd.grad(parts, [low, *given, *biases], grads)
+    exact = [t.detach().double().requires_grad_() for t in (low, weight, bias)]
+    wanted = separate(
+        exact[0], exact[1], exact[2] if with_bias else None, cos.double(), sin.double(), widths
+    )
+    leaves = exact if with_bias else exact[:2]
+    dx, *slopes = torch.autograd.grad(wanted, leaves, [g.double() for g in grads])
+    for a, b in zip(found, (dx, *(p for s in slopes for p in s.split(widths))), strict=True):
+        assert a.dtype == (torch.bfloat16 if a is found[0] else torch.float32)
+        assert a.is_contiguous()
+        assert (a.double() - b).norm() < 0.02 * b.norm()
+
+
 def test_results_are_parts_of_one_buffer(backend):
     sample = next(iter(OP.samples(backend.device)))
     q, k, v = OP.overload(*sample.args)
