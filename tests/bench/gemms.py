@@ -3,8 +3,8 @@
     python tests/bench/gemms.py                  # llama, with grouped queries as well, bert, gpt2
     python tests/bench/gemms.py --models llama --steps 20 --json gemms.json
 
-Eager under bf16 autocast, graphopt without `merge_linear` and graphopt with it take turns in one
-process over the same weights. For each it prints the median step (forward, backward, zero_grad),
+Eager under bf16 autocast, graphopt without `merge_linear`, without `wide_gradients` and with both
+take turns in one process over the same weights. For each it prints the median step (forward, backward, zero_grad),
 the peak, and from a trace of three steps: launches and time of matrix products, of the
 multi-tensor copies (weights to low precision, their gradients to float32), of the other copies and
 casts (activations; what puts gradients together), and of additions (gradients of one input summed).
@@ -73,8 +73,8 @@ def group_of(name: str) -> str | None:
     return "adds" if ADD.search(name) else None
 
 
-def traced(step: Step, steps: int = 3) -> dict[str, tuple[float, float]]:
-    """Launches and milliseconds of a step by group."""
+def traced(step: Step, steps: int = 3, kernels: bool = False) -> dict[str, tuple[float, float]]:
+    """Launches and milliseconds of a step by group; with `kernels` prints those that copy, too."""
 
     def run() -> None:
         for _ in range(steps):
@@ -83,11 +83,16 @@ def traced(step: Step, steps: int = 3) -> dict[str, tuple[float, float]]:
 
     run()
     found = {g: [0.0, 0.0] for g in GROUPS}
+    copies: dict[str, list[float]] = {}
     for event in record(run, cuda=True):
         group = group_of(str(event.get("name"))) if event.get("cat") == "kernel" else None
         if group is not None:
             found[group][0] += 1 / steps
             found[group][1] += float(event["dur"]) / 1e3 / steps
+        if group in ("copies", "weight casts"):
+            copies.setdefault(str(event["name"]), []).append(float(event["dur"]))
+    for name, each in sorted(copies.items(), key=lambda pair: -sum(pair[1])) if kernels else ():
+        print(f"    {len(each) / steps:5.0f} x {sum(each) / len(each):7.1f} us  {name[:150]}")
     return {g: (count, ms) for g, (count, ms) in found.items()}
 
 
@@ -103,18 +108,19 @@ def step_of(module: Callable[..., Any], model: nn.Module, inputs: dict[str, torc
     return step
 
 
-def measure(name: str, steps: int) -> dict[str, dict[str, Any]]:
+def measure(name: str, steps: int, kernels: bool) -> dict[str, dict[str, Any]]:
     """All variants of one model."""
     torch.manual_seed(0)
     model, inputs = BUILDERS[name]()
     model = model.cuda().train()
     inputs = {k: v.cuda() for k, v in inputs.items()}
     apart = graphopt.optimize(model, rules="default,-merge_linear")
-    merged = graphopt.optimize(model)
+    narrow = graphopt.optimize(model, rules="default,-wide_gradients")
+    both = graphopt.optimize(model)
     result = graphopt.bench(
         model,
         (),
-        ["eager", {"apart": apart, "merged": merged}],
+        ["eager", {"apart": apart, "narrow": narrow, "both": both}],
         example_kwargs=inputs,
         train=True,
         autocast="bf16",
@@ -125,8 +131,11 @@ def measure(name: str, steps: int) -> dict[str, dict[str, Any]]:
     )
     rows = {row.name: row for row in result.rows}
     found = {}
-    for label, module in (("eager", model), ("apart", apart), ("merged", merged)):
+    modules = {"eager": model, "apart": apart, "narrow": narrow, "both": both}
+    for label, module in modules.items():
         row = rows[label]
+        if kernels:
+            print(f"  {label}")
         if row.error is not None:
             print(f"{name} {label} failed: {row.error}")
             continue
@@ -136,16 +145,16 @@ def measure(name: str, steps: int) -> dict[str, dict[str, Any]]:
             "high_ms": row.high_ms,
             "peak_bytes": row.peak_bytes,
             "loss": row.value,
-            "groups": traced(step_of(module, model, inputs)),
+            "groups": traced(step_of(module, model, inputs), kernels=kernels),
         }
-    rewrites = [r.rule for r in merged.rewrites]
-    found.setdefault("merged", {})["rewrites"] = rewrites.count("merge_linear")
+    rewrites = [r.rule for r in both.rewrites]
+    found.setdefault("both", {})["rewrites"] = rewrites.count("merge_linear")
     return found
 
 
 def show(name: str, found: dict[str, dict[str, Any]]) -> None:
     """One line a variant."""
-    print(f"{name}: {found['merged']['rewrites']} merges")
+    print(f"{name}: {found['both']['rewrites']} merges")
     for label, row in found.items():
         if "ms" not in row:
             continue
@@ -163,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="llama,llama_grouped,bert,gpt2")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kernels", action="store_true", help="name the kernels that copy")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args()
     unknown = sorted({*options.models.split(",")} - {*BUILDERS})
@@ -175,7 +185,7 @@ def main() -> int:
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     results = {}
     for name in options.models.split(","):
-        results[name] = measure(name, options.steps)
+        results[name] = measure(name, options.steps, options.kernels)
         show(name, results[name])
         gc.collect()
         torch.cuda.empty_cache()
