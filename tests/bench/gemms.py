@@ -4,10 +4,11 @@
     python tests/bench/gemms.py --models llama --steps 20 --json gemms.json
 
 Eager under bf16 autocast, graphopt without `merge_linear`, without `wide_gradients` and with both
-take turns in one process over the same weights. For each it prints the median step (forward, backward, zero_grad),
-the peak, and from a trace of three steps: launches and time of matrix products, of the
-multi-tensor copies (weights to low precision, their gradients to float32), of the other copies and
-casts (activations; what puts gradients together), and of additions (gradients of one input summed).
+take turns in one process over the same weights. For each it prints the median step (forward,
+backward, zero_grad), the peak, and from a trace of three steps: launches and time of matrix
+products, of the multi-tensor copies (weights to low precision, gradients to float32), of the other
+copies and casts (activations; what puts gradients together), and of additions (gradients of one
+input summed).
 bert has no rope: there the gradients of q, k and v are put together by a copy.
 """
 
