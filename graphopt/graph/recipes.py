@@ -79,7 +79,7 @@ def again(node: fx.Node) -> Call:
         return Call(_batch_norm, (x, weight, bias, momentum, eps))
     total = sum_of(node)
     if total is not None:
-        return _norm_of(node.args[0], total, node.meta["val"].dtype)  # type: ignore[arg-type]
+        return _norm_of(node.args[0], total)  # type: ignore[arg-type]
     return Call(node.target, node.args, node.kwargs)
 
 
@@ -100,12 +100,12 @@ def sum_of(item: fx.Node) -> fx.Node | None:
     return next((u for u in op.users if u.target is operator.getitem and u.args[1] == 1), None)
 
 
-def _norm_of(op: fx.Node, total: fx.Node, dtype: torch.dtype) -> Call:
-    names = ("weight", "bias", "eps", "weight_offset", "round_dtype")
+def _norm_of(op: fx.Node, total: fx.Node) -> Call:
+    names = ("weight", "bias", "eps", "weight_offset", "round_dtype", "out_dtype")
     known = [n for n, _ in ops.parameters(op.target) or ()]
     more = {n: ops.argument(op, n) for n in names if n in known}
     norm = getattr(torch.ops.graphopt, _NORMS[ops.op_name(op.target)]).default
-    return Call(norm, (total,), {**more, "out_dtype": dtype})
+    return Call(norm, (total,), more)
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Any:

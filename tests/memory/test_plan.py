@@ -267,3 +267,8 @@ def test_a_norm_is_dropped_alone_where_the_sum_under_it_stays(ids, plain):
     alone = {i for i, v in enumerate(problem.timeline.values) if v.part_of is not None}
     assert alone
     assert any(p.dropped & alone for p in pareto(problem.timeline))
+
+
+def test_a_planned_graph_is_proved(ids):
+    opt = graphopt.optimize(Model(), ids, memory_budget=0.65, loss_fn=loss_of, verify=True)
+    assert any(r.op == "graphopt.add_layer_norm" for r in opt.memory_plan.recompute)
