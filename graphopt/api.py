@@ -125,7 +125,8 @@ def optimize(
         memory_budget: the most bytes of device memory that a training step may take at once, all
             counted: parameters, gradients, inputs, activations, temporaries. Bytes; "12GiB" or
             "900MB"; or a float, as a fraction of the predicted peak without a plan. What backward
-            needs is then recomputed where that costs the least time; `.memory_plan` tells.
+            needs is then recomputed where that costs the least time; `.memory_plan` tells. Each
+            size of the inputs is planned by itself (`dynamic="auto"` counts as False).
         segments: recompute all but the borders of so many parts of the model instead.
         loss_fn: for the prediction of the peak: makes the loss of what forward returns. Without
             it that is the loss that forward returns, else gradients of its results.
@@ -173,6 +174,8 @@ def optimize(
     if disabled():
         return model  # type: ignore[return-value]
     _say_where_it_runs(model)
+    if memory is not None and dynamic == "auto":
+        dynamic = False  # a plan is right for the sizes that it was made for
     settings = Settings(dynamic=dynamic, on_error=on_error, precision=precision)
     opt = GraphoptModule(model, settings, PassCompiler(options, overrides, memory))
     if args is not None:
