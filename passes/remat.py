@@ -252,11 +252,11 @@ def segment_values(body: Body, n: int) -> frozenset[str]:
     spans = _spans(values, place)
     cuts = _cuts(body, spans, place, n)
     last = cuts[-1] if cuts else -1
-    return frozenset(
-        v.name
-        for v, (start, end) in spans.items()
-        if v in free and start <= last and not any(start <= cut < end for cut in cuts)
-    )
+    crossing = {v for v, (i, j) in spans.items() if any(i <= cut < j for cut in cuts)}
+    inside = {v.name for v, (i, _) in spans.items() if i <= last and v in free - crossing}
+    # of a norm that is returned beside the sum under it, the sum is enough
+    norms = {n.name for n in body.graph.nodes if sum_of(n) is not None and n.args[0] in crossing}
+    return frozenset(inside | norms)
 
 
 def _spans(values: Values, place: dict[fx.Node, int]) -> dict[fx.Node, tuple[int, int]]:
