@@ -263,6 +263,12 @@ class Recorder:
             found = [tracker.find(t.grad) for _, t in self.leaves.values() if t.grad is not None]
         tracker.close()
         gradients = [g for g in found if g is not None]
+        if said == GIVEN_LOSS and self.leaves and not gradients:
+            raise OptionError(
+                "loss_fn's loss depends on no parameter and no input",
+                why="backward from it gave no gradient",
+                try_="a loss computed from what forward returns",
+            )
         for made in gradients:
             made.kind = "gradients"
         unknown = tuple(sorted(self.inside.unknown))
@@ -272,7 +278,7 @@ class Recorder:
 def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]]:
     """What the backward begins from, in words and as tensors."""
     if loss_fn is not None:
-        loss = loss_fn(result)
+        loss = _loss(loss_fn, result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise OptionError(
@@ -297,6 +303,23 @@ def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]
             try_="train=False, for the forward alone",
         )
     return NO_LOSS, floating
+
+
+def _loss(loss_fn: LossFn, result: Any) -> Any:
+    """What loss_fn makes of the result of forward; what it raises is told as its own fault."""
+    try:
+        return loss_fn(result)
+    except GraphOptError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        given = "Tensor" if isinstance(result, torch.Tensor) else type(result).__name__
+        raise OptionError(
+            f"loss_fn raised {type(error).__name__}: {text}"[:500],
+            why=f"it is called with what forward returns, a {given}, whose tensors have sizes and "
+            "dtypes but no values",
+            try_="a function of that alone, without .item() or branches on values",
+        ) from error
 
 
 def _backward(roots: Sequence[torch.Tensor], said: str) -> None:

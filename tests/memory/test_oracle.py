@@ -9,7 +9,7 @@ import graphopt
 from graphopt.bench.trace import peak_allocated, record
 from graphopt.capture.export import capture
 from graphopt.emit import Program
-from graphopt.errors import GraphOptError, OptionError
+from graphopt.errors import OptionError
 from graphopt.memory import device
 from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
@@ -263,7 +263,17 @@ def test_a_loss_that_is_no_scalar_is_refused():
         predict(body, loss_fn=lambda y: y)
 
 
-def test_an_op_that_needs_values_is_told():
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (lambda y: y.sum() * y.max().item(), "loss_fn raised DataDependentOutputException"),
+        (lambda y: 1 / 0, "loss_fn raised ZeroDivisionError"),
+        (lambda y, target: y.sum(), "loss_fn raised TypeError"),
+        (lambda y: torch.zeros((), requires_grad=True), "depends on no parameter and no input"),
+        (lambda y: y.detach().sum(), "the loss requires no gradient"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_said_of_loss_fn(loss_fn, text):
     body = capture(mlp(), (torch.randn(8, 16),)).body
-    with pytest.raises(GraphOptError, match="cannot be predicted"):
-        predict(body, loss_fn=lambda y: y.sum() * y.max().item())
+    with pytest.raises(OptionError, match=text):
+        predict(body, loss_fn=loss_fn)
