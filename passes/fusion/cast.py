@@ -38,6 +38,7 @@ def cast_store(x, y, w, b, eps, _a, _c, _p, seed, _site, _act, _out, to):
     fused = either(
         _norms(x, w, b, eps, _a, _c, (_p, seed, _site, _act, _out)),
         graphopt.glu.default(x, y, _act, out_dtype=_out),
+        graphopt.glu_packed.default(x, _act, _a, out_dtype=_out),
         graphopt.bias_act.default(x, y, _act, bias_added=_c, out_dtype=_out),
         graphopt.softcap.default(x, _a, out_dtype=_out),
         graphopt.dropout_add.default(x, y, _p, seed, _site, bias=b, bias_added=_c, out_dtype=_out),

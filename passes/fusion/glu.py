@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from graphopt.passes.base import same_shape
+from graphopt.graph.pattern import either
+from graphopt.passes.base import same_shape, surely
 from graphopt.passes.fusion.activation import activation, activation_name
 from graphopt.passes.rule import Match, Spelling, rule
 
@@ -66,3 +69,89 @@ def _() -> Iterator[Spelling]:
         return s * u, s
 
     yield gate_is_kept, (g, torch.randn(3, 8))
+
+
+@rule("fusion")
+def packed_glu(x, parts, dim, first, second, act, out):
+    """A gated unit of two halves of one value reads them in place and gives one gradient."""
+    halves = either(
+        aten.chunk.default(x, parts, dim),
+        aten.split.Tensor(x, parts, dim),
+        aten.split_with_sizes.default(x, parts, dim),
+    )
+    return _gated(operator.getitem(halves, first), operator.getitem(halves, second), act, out)
+
+
+@packed_glu.also
+def _packed_glu_sliced(x, dim, first, middle, second, end, act, out):
+    halves = (aten.slice.Tensor(x, dim, first, middle), aten.slice.Tensor(x, dim, second, end))
+    return _gated(*halves, act, out)
+
+
+def _gated(gate: Any, up: Any, act: Any, out: Any) -> Any:
+    return graphopt.glu.default(gate, up, act, out_dtype=out)
+
+
+@packed_glu.check
+def _(m: Match) -> str | None:
+    x = m.tensor("x")
+    if x is None or x.dim() == 0 or m.dim % x.dim() != x.dim() - 1:
+        return "the halves are not those of the last dim"
+    size = x.shape[-1]
+    if "middle" in m.captures:
+        return None if _gate_first(m) is not None else "the slices are not two halves"
+    if any(n.target is aten.chunk.default for n in m.nodes):
+        whole = m.parts == 2 and surely(size % 2 == 0)
+    elif isinstance(m.parts, int):
+        whole = surely(m.parts * 2 == size)
+    else:
+        whole = len(m.parts) == 2 and surely(m.parts[0] == m.parts[1])
+    return None if whole and {m.first, m.second} == {0, 1} else "it is not cut into two halves"
+
+
+def _gate_first(m: Match) -> bool | None:
+    """Whether the gate is the first half; None where slices are no halves."""
+    if "middle" not in m.captures:
+        return bool(m.first == 0)
+    size = m.x.meta["val"].shape[-1]
+    gate, up = (m.first, m.middle), (m.second, m.end)
+    low, high = (gate, up) if m.first == 0 else (up, gate)
+    if not all(isinstance(n, int) for n in (*low, *high)):
+        return None
+    halves = low[0] == 0 and low[1] == high[0] and surely(low[1] * 2 == size)
+    return bool(m.first == 0) if halves and surely(high[1] >= size) else None
+
+
+@packed_glu.replace
+def _(m: Match) -> fx.Node:
+    order = () if _gate_first(m) else (False,)
+    return m.call(graphopt.glu_packed.default, m.x, m.act, *order, out_dtype=m.out)
+
+
+@packed_glu.spellings
+def _() -> Iterator[Spelling]:
+    x = torch.randn(3, 16)
+    yield lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], (x,)
+    yield lambda x: x.chunk(2, -1)[0] * F.gelu(x.chunk(2, -1)[1]), (x,)
+    yield lambda x: F.silu(x[..., :8]) * x[..., 8:], (x,)
+    yield lambda x: x[..., :8] * torch.sigmoid(x[..., 8:]), (x,)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.split(8, dim=1)
+        return (F.silu(gate) * up).to(torch.bfloat16)
+
+    yield split, (x,)
+
+
+@packed_glu.refuses
+def _() -> Iterator[Spelling]:
+    x = torch.randn(4, 16)
+    yield lambda x: F.silu(x.chunk(2, 0)[0]) * x.chunk(2, 0)[1], (x,)
+    yield lambda x: F.silu(x.chunk(4, -1)[0]) * x.chunk(4, -1)[1], (x,)
+    yield lambda x: F.silu(x[..., :8]) * x[..., 4:12], (x,)
+
+    def kept(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up, up
+
+    yield kept, (x,)
