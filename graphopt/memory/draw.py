@@ -1,4 +1,4 @@
-"""The timeline of a step as a few lines of text and as a picture."""
+"""A memory profile as tables, as a timeline of a few lines, and as a picture."""
 
 from __future__ import annotations
 
@@ -9,14 +9,73 @@ from typing import Any
 from graphopt.errors import OptionError
 from graphopt.memory.labels import BACKWARD
 from graphopt.memory.oracle import Moment, Prediction
-from graphopt.report.table import size
+from graphopt.memory.shares import Group, Share
+from graphopt.report.table import Table, size
 
 PICTURES = (".png", ".svg", ".pdf")
 SUFFIXES = (".txt", ".json", *PICTURES)
 """What a profile can be written as."""
 
+ROWS = 12
+"""Rows of a table in the text; `to_dict` has all."""
+
 LINES = 16
 BAR = 28
+
+
+def share(part: int, whole: int) -> str:
+    """A part of a whole in percent.
+
+    Example:
+        >>> share(1, 8), share(0, 0)
+        ('12.5%', '-')
+    """
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def shares_table(title: str, found: Sequence[Share], peak: int) -> Table:
+    """What each op or module holds.
+
+    Args:
+        title: "op" or "module".
+        found: the largest first.
+        peak: bytes of the whole peak.
+    """
+    rows = [
+        (
+            s.name + (f" x{s.count}" if s.count > 1 else ""),
+            size(s.saved_bytes),
+            size(s.temporary_bytes),
+            size(s.peak_bytes),
+            share(s.peak_bytes, peak),
+        )
+        for s in found[:ROWS]
+    ]
+    header = (title, "saved", "temporary", "at the peak", "share")
+    if len(found) > ROWS:
+        rest = sum(s.peak_bytes for s in found[ROWS:])
+        rows.append((f"{len(found) - ROWS} more", "", "", size(rest), share(rest, peak)))
+    return Table(header, tuple(rows), right=header[1:])
+
+
+def groups_table(found: Sequence[Group]) -> Table:
+    """What is alive at the peak, the largest first."""
+    rows = [
+        (
+            size(g.bytes),
+            g.what,
+            f"{g.dtype}{list(g.shape)}" + (f" x{g.count}" if g.count > 1 else ""),
+            " ".join(t for t in (g.op, "in", g.module, f"({g.place})" if g.place else "") if t)
+            if g.op
+            else g.module,
+        )
+        for g in found[:ROWS]
+    ]
+    if len(found) > ROWS:
+        rows.append((size(sum(g.bytes for g in found[ROWS:])), f"{len(found) - ROWS} more", "", ""))
+    return Table(
+        ("alive at the peak", "what", "tensors", "from"), tuple(rows), ("alive at the peak",)
+    )
 
 
 def timeline_text(found: Prediction, names: Mapping[str, str]) -> str:

@@ -16,14 +16,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphopt.cost.dispatched import dispatched_cost
 from graphopt.cost.ops import Cost
 from graphopt.cost.roofline import Rates, rates_of
 from graphopt.graph.body import Body
-from graphopt.kernels._library import launches
 from graphopt.memory.fakestep import FakeStep, LossFn, Recorder, autocast_of, state_of, told
 from graphopt.memory.labels import BACKWARD, LOSS, Label, Labels
 from graphopt.memory.tracker import Allocation, storages_of
+from graphopt.memory.watcher import Mark, Watcher
 from graphopt.remat import is_marker
 
 
@@ -167,7 +166,7 @@ def measure(
         [('linear', 96), ('gelu', 0)]
     """
     wanted = body.device if device is None else torch.device(device)
-    watcher = _Watcher(rates or rates_of(wanted))
+    watcher = Watcher(rates or rates_of(wanted))
     recorder = Recorder(
         Labels(lambda: watcher.label),
         device=wanted,
@@ -189,85 +188,10 @@ def measure(
     return _facts(run, watcher, step, resident_bytes)
 
 
-class _Mark:
-    """The beginning of one step: where in the events, and what it did."""
-
-    def __init__(self, event: int, label: Label, name: str, key: Any) -> None:
-        self.event, self.label, self.name, self.key = event, label, name, key
-        self.unpacked: list[Allocation] = []
-        self.bytes = self.flops = 0
-        self.ms = 0.0
-
-
-class _Watcher:
-    """Cuts the run into steps, and sums up what each moves and asks for."""
-
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
-        self.label = Label("")
-        self.marks: list[_Mark] = []
-        self.saved: dict[int, Label] = {}
-        self.recorder: Any = None
-
-    def begin(self, label: Label, name: str, key: Any) -> _Mark:
-        """The present step, a new one where the key is another."""
-        if not self.marks or self.marks[-1].key != key:
-            self.marks.append(_Mark(len(self.recorder.tracker.events), label, name, key))
-        return self.marks[-1]
-
-    def present(self) -> _Mark:
-        """The step that runs now."""
-        node: Any = torch._C._current_autograd_node()
-        if node is None:
-            label = self.recorder.label()
-            return self.begin(label, label.name, (label.name, label.phase))
-        label = self.recorder.labels.of_node(node)
-        kind = node.name().rpartition("::")[2]
-        name = f"{kind} of {label.name}" if label.name else kind
-        return self.begin(label, name, (name, node._sequence_nr()))
-
-    def dispatched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add an operation to its step."""
-        mark = self.present()
-        if func.namespace == "graphopt" and not launches(func, args):
-            return  # plain torch: its operations came here one by one
-        cost = dispatched_cost(func, args, kwargs, out)
-        dtype = next((t.dtype for t in storages_of(args) if t.is_floating_point()), None)
-        mark.bytes += cost.bytes
-        mark.flops += cost.flops
-        mark.ms += self.rates.ms(cost, dtype)
-
-    def total(self) -> tuple[float, ...]:
-        """Bytes, FLOPs and milliseconds of the present step so far."""
-        mark = self.present()
-        return mark.bytes, mark.flops, mark.ms
-
-    def add(self, more: tuple[float, ...]) -> None:
-        """Add those of an operation that ran before in the same way."""
-        mark = self.present()
-        mark.bytes += int(more[0])
-        mark.flops += int(more[1])
-        mark.ms += more[2]
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd saves a tensor."""
-        found = self.recorder.tracker.find(tensor)
-        if found is not None and self.label.name:
-            self.saved.setdefault(found.index, self.label)
-        return found, tensor.detach()
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Autograd asks for it."""
-        found, tensor = packed
-        if found is not None:
-            self.present().unpacked.append(found)
-        return tensor
-
-
 class _Run:
     """Runs a graph node by node, letting go of each value as the emitted program does."""
 
-    def __init__(self, body: Body, recorder: Recorder, watcher: _Watcher) -> None:
+    def __init__(self, body: Body, recorder: Recorder, watcher: Watcher) -> None:
         self.body, self.recorder, self.watcher = body, recorder, watcher
         self.owner: dict[int, str] = {}
         self.items: dict[
@@ -362,7 +286,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return done
 
 
-def _facts(run: _Run, watcher: _Watcher, step: FakeStep, resident_bytes: int) -> Facts:
+def _facts(run: _Run, watcher: Watcher, step: FakeStep, resident_bytes: int) -> Facts:
     tracker, marks = step.tracker, watcher.marks
     curve = [resident_bytes + live for live in tracker.curve()]
     starts = [m.event for m in marks]
@@ -394,7 +318,7 @@ def _facts(run: _Run, watcher: _Watcher, step: FakeStep, resident_bytes: int) ->
 
 
 def _values(
-    run: _Run, watcher: _Watcher, step: FakeStep, steps: Sequence[Step]
+    run: _Run, watcher: Watcher, step: FakeStep, steps: Sequence[Step]
 ) -> dict[str, ValueFacts]:
     allocations = step.tracker.allocations
     owned: dict[str, list[Allocation]] = {}
@@ -451,7 +375,7 @@ def _values(
     return found
 
 
-def _freed(mine: Sequence[Allocation], marks: Sequence[_Mark]) -> int:
+def _freed(mine: Sequence[Allocation], marks: Sequence[Mark]) -> int:
     """The step in which the last of some storages died; the last one where one is alive still."""
     last = len(marks) - 1
     if any(a.died is None for a in mine):

@@ -15,7 +15,14 @@ from graphopt.errors import GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.ops import op_name
 from graphopt.graph.record import Site
-from graphopt.memory.draw import SUFFIXES, picture, timeline_text
+from graphopt.memory.draw import (
+    SUFFIXES,
+    groups_table,
+    picture,
+    share,
+    shares_table,
+    timeline_text,
+)
 from graphopt.memory.eager import device_of, run_model
 from graphopt.memory.fakestep import FakeStep, LossFn
 from graphopt.memory.labels import LOSS, Label
@@ -37,9 +44,6 @@ from graphopt.report.progress import progress
 from graphopt.report.save import check_path, json_text, save
 from graphopt.report.table import Table, percent, size
 from graphopt.report.view import Code, Part, html_fragment, plain
-
-ROWS = 12
-"""Rows of a table in the text; `to_dict` has all."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,16 +88,16 @@ class MemoryProfile:
         """What is shown, in order."""
         found = self.prediction
         kinds = tuple(
-            (kind, size(held), _share(held, found.peak_bytes))
+            (kind, size(held), share(held, found.peak_bytes))
             for kind, held in found.breakdown.items()
             if held
         )
         return [
             self._headline(),
             Table(("at the peak", "bytes", "share"), kinds, right=("bytes", "share")),
-            _shares_table("module", self.by_module, found.peak_bytes),
-            _shares_table("op", self.by_op, found.peak_bytes),
-            _groups_table(self.at_peak),
+            shares_table("module", self.by_module, found.peak_bytes),
+            shares_table("op", self.by_op, found.peak_bytes),
+            groups_table(self.at_peak),
             Code(
                 timeline_text(found, self.names),
                 title="live bytes from the beginning of the step to its end",
@@ -378,50 +382,6 @@ def _notes(how: _How) -> list[str]:
             "which may save and allocate other things"
         )
     return notes
-
-
-# ---- text
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
-
-
-def _shares_table(title: str, found: Sequence[Share], peak: int) -> Table:
-    rows = [
-        (
-            s.name + (f" x{s.count}" if s.count > 1 else ""),
-            size(s.saved_bytes),
-            size(s.temporary_bytes),
-            size(s.peak_bytes),
-            _share(s.peak_bytes, peak),
-        )
-        for s in found[:ROWS]
-    ]
-    header = (title, "saved", "temporary", "at the peak", "share")
-    if len(found) > ROWS:
-        rest = sum(s.peak_bytes for s in found[ROWS:])
-        rows.append((f"{len(found) - ROWS} more", "", "", size(rest), _share(rest, peak)))
-    return Table(header, tuple(rows), right=header[1:])
-
-
-def _groups_table(found: Sequence[Group]) -> Table:
-    rows = [
-        (
-            size(g.bytes),
-            g.what,
-            f"{g.dtype}{list(g.shape)}" + (f" x{g.count}" if g.count > 1 else ""),
-            " ".join(t for t in (g.op, "in", g.module, f"({g.place})" if g.place else "") if t)
-            if g.op
-            else g.module,
-        )
-        for g in found[:ROWS]
-    ]
-    if len(found) > ROWS:
-        rows.append((size(sum(g.bytes for g in found[ROWS:])), f"{len(found) - ROWS} more", "", ""))
-    return Table(
-        ("alive at the peak", "what", "tensors", "from"), tuple(rows), ("alive at the peak",)
-    )
 
 
 # ---- checks
