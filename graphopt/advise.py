@@ -16,7 +16,7 @@ from graphopt.cost.roofline import rates_of
 from graphopt.errors import BudgetError, OptionError
 from graphopt.graph import ops
 from graphopt.graph.body import Body
-from graphopt.memory.budget import Budget
+from graphopt.memory.budget import Budget, check_budget, check_resident
 from graphopt.memory.facts import Facts, measure
 from graphopt.memory.oracle import predict
 from graphopt.memory.plan import MemoryOptions, plan
@@ -167,8 +167,9 @@ def advise(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    resident_bytes: int = 0,
-    memory: int | None = None,
+    resident_bytes: int | str = 0,
+    memory: int | str | None = None,
+    train: bool | None = None,
     measured: bool | None = None,
 ) -> Advice:
     """Say which options of `optimize` would help a model, in the order of what each would gain.
@@ -178,15 +179,16 @@ def advise(
     budget would cost on top of them. Nothing of the model is changed.
 
     Args:
-        model: the model, in the mode that is meant: in training mode a step has a backward.
+        model: the model; its modes stay as they are.
         inputs: a tensor, or the positional arguments of `forward`.
         example_kwargs: the keyword arguments of `forward`.
         loss_fn: makes a scalar of forward's result; without it the result's own loss, or gradients
             of ones.
         resident_bytes: what else lies on the device (optimizer state: 8 bytes a parameter for
-            AdamW in float32).
-        memory: bytes of device memory that there are; by default those of the GPU. Where the step
-            does not fit, a memory budget comes first.
+            AdamW in float32); "4GiB" is understood, too.
+        memory: bytes of device memory that there are, or "40GiB"; by default those of the GPU.
+        train: whether a step has a backward; by default where the model is in training mode and
+            gradients are on.
         measured: whether every setting is run, too; by default on a GPU.
 
     Returns:
@@ -207,13 +209,12 @@ def advise(
     check_fit(model, args or (), kwargs)
     if loss_fn is not None and not callable(loss_fn):
         raise OptionError("loss_fn is not callable", try_="a function of forward's result")
-    for name, value in (("resident_bytes", resident_bytes), ("memory", memory)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 0
-        ):
-            raise OptionError(f"{name} is {value!r}", try_="a number of bytes from 0")
+    check_choice("train", train, (None, True, False))
+    resident = check_resident(resident_bytes)
+    room = _room(memory)
+    backward = model.training and torch.is_grad_enabled() if train is None else train
     with progress(f"advise {type(model).__name__}"):
-        adviser = _Adviser(model, args or (), kwargs, loss_fn, resident_bytes, memory)
+        adviser = _Adviser(model, args or (), kwargs, loss_fn, resident, room, backward)
         advice = adviser.advice()
     if adviser.on_gpu if measured is None else measured:
         advice = adviser.with_measures(advice)
@@ -244,8 +245,9 @@ class _Adviser:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         resident_bytes: int,
         memory: int | None,
+        backward: bool,
     ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
+        self.model, self.args, self.kwargs, self.backward = model, args, kwargs, backward
         self.loss_fn, self.resident = loss_fn, resident_bytes
         tensor = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
         self.device, self.on_gpu = tensor.device, tensor.is_cuda
@@ -256,7 +258,8 @@ class _Adviser:
 
     def tried(self, options: dict[str, Any]) -> _Tried:
         """The body with some options of `optimize`; without any, the captured one as it is."""
-        with lowered(self.model, options.get("precision")):
+        lower = lowered(self.model, options.get("precision"))
+        with torch.set_grad_enabled(self.backward), lower:
             body = capture(self.model, self.args, self.kwargs).body
             body.autocast = autocast_dtypes(ambient())
         if options:
@@ -280,6 +283,11 @@ class _Adviser:
         notes = [f"predicted by the roofline of {rates.name} ({rates.source}), kernels alone"]
         if not self.on_gpu:
             notes.append("fused kernels run on NVIDIA GPUs; elsewhere nothing gets faster")
+        if self.memory is not None and rows[-1].peak_bytes > self.memory:
+            notes.append(
+                f"the step does not fit {size(self.memory)}, whatever is recomputed: a smaller"
+                " batch, which graphopt.fit finds"
+            )
         if rows[-1].options.get("precision") == "fp16":
             notes.append("fp16 needs torch.amp.GradScaler around the loss")
         return Advice(
@@ -384,7 +392,7 @@ class _Adviser:
                 self.args,
                 ("eager",),
                 example_kwargs=self.kwargs,
-                train=self.model.training,
+                train=self.backward,
                 loss_fn=self.loss_fn,
                 seconds=1.0,
                 profile=False,
@@ -397,6 +405,14 @@ class _Adviser:
                         rows[at], measured_ms=row.ms, measured_peak_bytes=row.peak_bytes
                     )
         return dataclasses.replace(advice, settings=tuple(rows))
+
+
+def _room(memory: int | str | None) -> int | None:
+    """Bytes of device memory from what a user wrote."""
+    asked = check_budget(memory, "memory")
+    if asked is not None and asked.size is None:
+        raise OptionError(f"memory is {memory!r}", try_="a number of bytes, or '40GiB'")
+    return None if asked is None else asked.size
 
 
 def model_is_low(model: nn.Module) -> bool:

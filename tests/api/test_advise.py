@@ -48,6 +48,12 @@ def test_a_step_that_does_not_fit_gets_a_budget_within_the_device():
     assert "does not fit" in found.settings[-1].why
 
 
+def test_a_step_that_cannot_fit_is_said_so():
+    found = advised(memory="64KiB")
+    assert "does not fit" in found.notes[-1]
+    assert "memory_budget" not in found.options
+
+
 def test_what_is_advised_is_what_optimize_does():
     model, x = Net(), torch.randn(512, 64)
     found = graphopt.advise(model, x, measured=False)
@@ -61,8 +67,8 @@ def test_a_low_precision_model_is_not_advised_to_lower_it():
 
 
 def test_without_a_backward_there_is_no_plan():
-    with torch.no_grad():
-        found = advised(Net().eval())
+    found = advised(Net().eval())
+    assert dict(found.memory_by_kind)["gradients"] == 0
     assert "memory" in dict(found.left_out)
     assert found.curve == ()
 
@@ -77,6 +83,8 @@ def test_measured_rows_hold_both_figures():
     ("options", "text"),
     [
         ({"memory": -1}, "memory is -1"),
+        ({"memory": 0.5}, "memory is 0.5"),
+        ({"train": 1}, "train is 1"),
         ({"resident_bytes": 1.5}, "resident_bytes is 1.5"),
         ({"loss_fn": 3}, "loss_fn is not callable"),
         ({"measured": "yes"}, "measured is 'yes'"),
