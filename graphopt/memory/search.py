@@ -241,7 +241,7 @@ class _Search:
     @property
     def tries(self) -> int:
         """How many single changes of a plan are tried: all of a small graph's, a few of a large."""
-        return max(4, 1500 // (len(self.values) + 1))
+        return max(4, 800 // (len(self.values) + 1))
 
     def settle(self, point: Point) -> Point:
         """Bring the peak down by one change after the other, as long as one helps."""
@@ -315,7 +315,7 @@ class _Search:
     @property
     def turns(self) -> int:
         """How many changes one squeeze makes."""
-        return max(6, 2000 // (len(self.values) + 1))
+        return max(6, 1000 // (len(self.values) + 1))
 
     def polish(self, limit: int) -> None:
         """Keep the dearest recomputes of the best plan and drop others in their place."""

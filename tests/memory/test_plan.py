@@ -99,7 +99,7 @@ def test_a_budget_is_kept_with_equal_gradients(ids, gradients, share):
 
 def test_a_smaller_budget_never_has_a_larger_peak_or_a_faster_step(ids):
     plans = [
-        graphopt.explain(Model(), ids, memory_budget=share).memory for share in (1.0, 0.8, 0.7, 0.6)
+        graphopt.explain(Model(), ids, memory_budget=share).memory for share in (0.9, 0.75, 0.6)
     ]
     peaks = [p.predicted_peak_bytes for p in plans]
     times = [p.extra_ms for p in plans]
