@@ -29,6 +29,11 @@ __all__ = ["CurvePoint", "MemoryOptions", "MemoryPlan", "Planned", "check_memory
 TRIES = 5
 """How often a tighter plan is taken where the oracle finds one above the budget."""
 
+SPARE = 0.005
+"""Share of a budget that a plan for a GPU leaves free where it can, for what the allocator adds when
+it cuts blocks: allocated less requested memory was 0.01% to 0.44% of four models' peaks on an H200.
+"""
+
 LEAST_CHUNK = 2**20
 """Bytes of the smallest chunk of logits."""
 
@@ -148,7 +153,8 @@ def plan(
     if not body.grad:
         raise unreachable(budget, limit, plain.peak_bytes, plain.peak_bytes, plain.live)
     plans = asked.plans(plain)
-    found = asked.confirmed(plans, limit)
+    spare = int(SPARE * limit) if body.device.type == "cuda" else 0
+    found = asked.confirmed(plans, limit - spare)
     lowest = found.prediction
     if lowest.peak_bytes > limit:
         raise unreachable(budget, limit, lowest.peak_bytes, plain.peak_bytes, lowest.live)
