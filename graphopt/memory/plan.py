@@ -30,7 +30,7 @@ TRIES = 5
 """How often a tighter plan is taken where the oracle finds one above the budget."""
 
 SPARE = 0.005
-"""Share of a budget that a plan for a GPU leaves free where it can, for what the allocator adds when
+"""Share of a budget that a plan for a GPU leaves free where it can, for what the allocator adds as
 it cuts blocks: allocated less requested memory was 0.01% to 0.44% of four models' peaks on an H200.
 """
 
