@@ -79,11 +79,6 @@ def test_errors_say_what_is_wrong(backend):
         slope.sum().backward()
 
 
-def test_opcheck(check):
-    sample = check.leaves(next(iter(OP.samples(torch.device("cpu")))))
-    torch.library.opcheck(OP.overload, sample.args, sample.kwargs)
-
-
 @pytest.mark.gpu
 def test_real_size(check):
     packed = torch.randn(2048, 2 * 5632, device="cuda", dtype=torch.bfloat16)

@@ -119,7 +119,7 @@ def test_a_write_shows_in_the_next_forward_and_backward(write: str) -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", ["AdamW fused", "into .data", "load_state_dict by assignment"])
 def test_after_a_block_that_held_them_as_well(write: str) -> None:
     model, opt = make()
     with graphopt.hold_weights(opt):
@@ -179,7 +179,7 @@ def test_all_modes_in_turn_over_held_weights() -> None:
     for first in modes:
         model, opt = make()
         with graphopt.hold_weights(opt):
-            for mode in (first, *modes):
+            for mode in (first, *modes[::-1]):
                 with mode():
                     y = opt(X)
             y.float().sum().backward()
