@@ -26,7 +26,7 @@ from graphopt.replay import (
     run,
     without_dropout,
 )
-from graphopt.runs import Runs, Verdict
+from graphopt.runs import Runs, Verdict, moved
 from graphopt.step import Step, step, where_they_part
 from graphopt.verdict import Check
 
@@ -182,13 +182,13 @@ class Prover:
         """The comparison on inputs moved by a few roundings, from other upstream gradients."""
         base = Step({}, {}, {} if self._base is None else self._base.drawn)
         seed = self.seed + 1000 * number
-        moved = [
+        values = [
             nudged(v, seed + i) if isinstance(v, torch.Tensor) else v
             for i, v in enumerate(self.inputs)
         ]
-        eager = self._run(before, ambient[0], base, seed, inputs=moved)
+        eager = self._run(before, ambient[0], base, seed, inputs=values)
         optimized, eager64 = (
-            self._run(g, a, eager, seed, inputs=moved)
+            self._run(g, a, eager, seed, inputs=values)
             for g, a in ((after, ambient[1]), (before, None))
         )
         return compare(eager.tensors, optimized.tensors, eager64.tensors)
@@ -208,16 +208,16 @@ class Prover:
         eager64, optimized64 = self._step(before, None), self._step(after, None)
         constants = [constant_values(g, self.attribute) for g in (before, after)]
 
-        def moved64() -> Step:
-            inputs = [nudged_double(v, self.seed + i) for i, v in enumerate(self.inputs)]
+        def moved64(number: int) -> Step:
+            first = self.seed + 1000 * number
             return self._run(
                 before,
                 None,
-                eager,
+                moved(eager, first),
                 self.seed,
                 constants[0] or None,
-                inputs=inputs,
-                state=nudged_state(self.attribute, self.seed),
+                inputs=[nudged_double(v, first + i) for i, v in enumerate(self.inputs)],
+                state=nudged_state(self.attribute, first),
             )
 
         steps = Runs(eager, optimized, eager64, eager64, optimized64, moved64)

@@ -33,14 +33,20 @@ class Verdict:
     rounding: tuple[str, ...] = ()
 
 
+def moved(like: Step, seed: int) -> Step:
+    """A step to repeat whose upstream gradients are in float64, moved by about two roundings."""
+    upstream = {i: nudged_double(g, seed + i) for i, g in like.upstream.items()}
+    return dataclasses.replace(like, upstream=upstream)
+
+
 @dataclasses.dataclass
 class Runs:
     """The runs that a verdict rests on.
 
     `eager64` is the truth that errors are measured against; `agree64` and `optimized64` must agree.
     The two differ where constants are folded: there agreement asks for equal constants. `moved64`
-    gives the first of the two again on values moved by two roundings. `strided` is the optimized
-    run with its upstream gradients in another memory layout.
+    gives the first of the two again on values moved by two roundings, from a number. `strided` is
+    the optimized run with its upstream gradients in another memory layout.
     """
 
     eager: Step
@@ -48,7 +54,7 @@ class Runs:
     eager64: Step
     agree64: Step
     optimized64: Step
-    moved64: Callable[[], Step]
+    moved64: Callable[[int], Step]
     strided: Step | None = None
 
     @staticmethod
@@ -85,9 +91,11 @@ class Runs:
                 strided=strided,
             )
 
-        def moved64() -> Step:
-            inputs = [nudged_double(v, seed + i) for i, v in enumerate(values)]
-            return go(before, True, eager, state=nudged_state(attribute, seed), inputs=inputs)
+        def moved64(number: int) -> Step:
+            first = seed + 1000 * number
+            inputs = [nudged_double(v, first + i) for i, v in enumerate(values)]
+            state = nudged_state(attribute, first)
+            return go(before, True, moved(eager, first), state=state, inputs=inputs)
 
         eager = go(before, False, None)
         optimized, eager64 = go(after, False, eager), go(before, True, eager)
@@ -110,7 +118,7 @@ class Runs:
     def verdict(self, broken: str | None, comparison: Comparison) -> Verdict:
         """What is wrong by agreement in float64 and by the contract; `broken` is wrong anyway."""
         found = agreement(
-            self.agree64.tensors, self.optimized64.tensors, lambda: self.moved64().tensors
+            self.agree64.tensors, self.optimized64.tensors, lambda n: self.moved64(n).tensors
         )
         comparison = without_rounding(comparison, found.rounding)
         reasons = [broken] if broken else []

@@ -421,3 +421,15 @@ def test_progress_counts_the_rewrites(make_body: MakeBody) -> None:
     said: list[str] = []
     verify_body(body, work, records, [torch.randn(8, 16)], say=said.append)
     assert said == ["0 of 2 rewrites", "1 of 2 rewrites", "2 of 2 rewrites", "the whole step"]
+
+
+def test_what_is_zero_whatever_the_inputs_are_depends_on_the_upstream_gradients() -> None:
+    class Equal(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            row = x[:, :1].expand(x.shape)
+            e = torch.exp(row - row.max(1, keepdim=True).values)
+            return e / e.sum(1, keepdim=True)
+
+    x = torch.randn(3, 6, 16)
+    result = graphopt.verify(graphopt.optimize(Equal(), x), x)
+    assert result.passed, result
