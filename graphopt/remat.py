@@ -27,6 +27,7 @@ from torch import fx
 
 from graphopt.errors import GraphOptError
 from graphopt.graph.calls import Recipe, evaluate
+from graphopt.offload import HostCopy, Line, may_leave
 
 _DEVICES = ("cpu", "cuda")  # with an autocast of their own
 
@@ -49,7 +50,13 @@ _LOCAL = _Local()
 
 
 @fx.node.has_side_effect
-def drop(value: Any, name: str, held: Sequence[Any] = (), output: int | None = None) -> None:
+def drop(
+    value: Any,
+    name: str,
+    held: Sequence[Any] = (),
+    output: int | None = None,
+    host: bool = False,
+) -> None:
     """Let go of what autograd saved of a value; backward computes it again.
 
     Args:
@@ -57,10 +64,14 @@ def drop(value: Any, name: str, held: Sequence[Any] = (), output: int | None = N
         name: the name of its recipe.
         held: what the recipe reads, tensors and numbers; one marker of each value gives it.
         output: which of its op's tensors it is; None where it is all there are.
+        host: keep a copy in host memory, from which backward takes it, in place of a recipe.
     """
     scope = _LOCAL.scope
-    if scope is not None:
-        scope.drop(value, name, held, output)
+    if scope is None:
+        return
+    if host:
+        held = [scope.sent(value)]
+    scope.drop(value, name, held, output)
 
 
 def is_marker(node: fx.Node) -> bool:
@@ -150,6 +161,10 @@ class _Scope:
                 if handle is not None:
                     handle.promise(known, i)
 
+    def sent(self, value: torch.Tensor) -> HostCopy | torch.Tensor:
+        """A copy of a value in host memory; the value where no copy can stand for it."""
+        return HostCopy(value, self._run.line) if may_leave(value) else value
+
     def _value(self, name: str) -> _Value:
         if name not in self._values:
             self._values[name] = _Value(self._run)
@@ -157,6 +172,7 @@ class _Scope:
 
     def close(self) -> None:
         """Forget; autograd's handles keep what backward needs."""
+        self._run.line.close()
         self._handles.clear()
         self._values.clear()
 
@@ -259,6 +275,7 @@ class _Run:
         self.cached: list[weakref.ref[_Value]] = []
         self._tasks: set[int] = set()
         self._autocast = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
+        self.line = Line()
 
     def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
         """Without recording, under the autocast of the forward."""
@@ -280,6 +297,7 @@ class _Run:
 
     def _end(self, task: int) -> None:
         self._tasks.discard(task)
+        self.line.forget_ahead()
         cached, self.cached = self.cached, []
         for found in cached:
             value = found()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt.errors import OptionError, PassError
@@ -58,15 +59,16 @@ class Rematerialize:
         Raises:
             PassError: for a name that is no value, or one that may not be recomputed.
         """
-        if not log.room or not self.recompute:
+        if not log.room or not (self.recompute or self.offload):
             return
-        chosen = _chosen(self.recompute, body)
         values = Values.of(body.graph)
-        needed = _needed(chosen, values, saved_bytes(body))
+        away = _away(self.offload, values)
+        chosen = _chosen(self.recompute - self.offload, body)
+        needed = _needed(chosen, away, values, saved_bytes(body))
         if not needed:
             return
         before = copy_graph(body.graph)
-        _place(needed, values)
+        _place(needed, set(away), values)
         log.add_global(self.name, before, body, ())
 
 
@@ -87,6 +89,29 @@ def _chosen(names: frozenset[str], body: Body) -> list[fx.Node]:
     return chosen
 
 
+def _away(names: frozenset[str], values: Values) -> list[fx.Node]:
+    """The parts of the values that go to host memory."""
+    known = {value.name: value for value in values if value.op == "call_function"}
+    away: list[fx.Node] = []
+    for name in sorted(names):
+        value = known.get(name)
+        why = "is no value that the graph computes" if value is None else None
+        parts = [] if value is None else values.parts_of(value)
+        if value is not None and any(p in values.left for p in parts):
+            why = "is a result of the graph"
+        elif any(not isinstance(p.meta.get("val"), torch.Tensor) for p in parts):
+            why = "is several tensors in one buffer"
+        if why is not None:
+            raise PassError(
+                f"{name} cannot be kept in host memory",
+                at=str(site_of(value)) if value is not None else None,
+                why=f"{name} {why}",
+                try_="choose among the values between forward's inputs and results",
+            )
+        away += parts
+    return away
+
+
 @dataclasses.dataclass(frozen=True)
 class _Needs:
     """What the recipe of a value reads: dropped values, and nodes that its marker holds."""
@@ -95,14 +120,19 @@ class _Needs:
     held: list[fx.Node]
 
 
-def _needed(chosen: list[fx.Node], values: Values, saved: dict[str, int]) -> dict[fx.Node, _Needs]:
+def _needed(
+    chosen: list[fx.Node], away: list[fx.Node], values: Values, saved: dict[str, int]
+) -> dict[fx.Node, _Needs]:
     """The chosen values that autograd saves and those that their recipes read, with their needs."""
-    dropped = set(chosen)
+    dropped = {*chosen, *away}
     needs: dict[fx.Node, _Needs] = {}
     waiting = [v for v in chosen if v.name in saved or sum_of(v) is not None]
+    waiting += [p for p in away if value_of(p).name in saved]
     while waiting:
         value = waiting.pop()
-        if value not in needs:
+        if value in away:
+            needs[value] = _Needs([], [])
+        elif value not in needs:
             needs[value] = _needs(value, dropped, values)
             waiting += needs[value].reads
     return dict(sorted(needs.items()))
@@ -126,8 +156,8 @@ def _needs(value: fx.Node, dropped: set[fx.Node], values: Values) -> _Needs:
     return _Needs(list(reads), list(held))
 
 
-def _place(needed: dict[fx.Node, _Needs], values: Values) -> None:
-    """Insert the markers."""
+def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) -> None:
+    """Insert the markers; those of values in `away` send them to host memory."""
     last = _last_uses(needed, values)
     after: dict[fx.Node, fx.Node] = {}  # where the next marker behind a node goes
     for value, needs in needed.items():
@@ -135,7 +165,9 @@ def _place(needed: dict[fx.Node, _Needs], values: Values) -> None:
         held: list[fx.Node] = needs.held
         for part in sorted(parts, key=lambda p: last[p]):
             args = (_tensors(part), value.name, *([held] if held else []))
-            kwargs = {"output": part.args[1]} if part is not value else {}
+            kwargs: dict[str, Any] = {"output": part.args[1]} if part is not value else {}
+            if part in away:
+                kwargs["host"] = True
             place = _behind_items(last[part])
             with values.graph.inserting_after(after.get(place, place)):
                 marker = values.graph.call_function(drop, args, kwargs)

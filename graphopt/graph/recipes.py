@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from graphopt.errors import PassError
 from graphopt.graph import ops
 from graphopt.graph.calls import Again, Call, Held, Recipe
+from graphopt.offload import fetched
 from graphopt.remat import is_marker
 
 
@@ -31,14 +32,19 @@ def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str
     """
     names: dict[fx.Node, str] = {}
     held: dict[str, tuple[fx.Node, ...]] = {}
+    away: set[str] = set()
     for node in graph.nodes:
         if is_marker(node):
             mark = marked(node)
             names[mark.op] = mark.name
             held[mark.name] = held.get(mark.name) or mark.held
+            if node.kwargs.get("host"):
+                away.add(mark.name)
     found = {}
     for node, name in names.items():
-        if given is not None and node.name in given:
+        if name in away:
+            found[name] = Recipe(name, Call(fetched, (Held(0),)), ())
+        elif given is not None and node.name in given:
             found[name] = Recipe(name, Call(_given, (given[node.name],)), ())
         else:
             found[name] = _Reader(names, held[name]).recipe(node, name)

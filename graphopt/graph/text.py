@@ -216,7 +216,8 @@ def statement(
     if is_marker(node):
         parts, op = _arguments(node, names), ops.op_name(marked(node).op.target)
         parts[1] = "*" if hidden else parts[1]  # numbers the values of the whole graph
-        return f"remat.drop({', '.join(parts)})  # computed again by {op}"
+        note = "kept in host memory" if node.kwargs.get("host") else f"computed again by {op}"
+        return f"remat.drop({', '.join(parts)})  # {note}"
     rule = node.meta.get("graphopt_rule")
     note = type_text(node.meta.get("val")) + (f", {rule}" if rule else "")
     left = ", ".join(names[i] for i in items) if items else names[node]

@@ -144,9 +144,14 @@ def droppable(body: Body) -> list[str]:
     return [value.name for value, reason in reasons(body).items() if reason is None]
 
 
-def dropped(body: Body, names: Collection[str], rewrites: list[Any] | None = None) -> Body:
+def dropped(
+    body: Body,
+    names: Collection[str],
+    rewrites: list[Any] | None = None,
+    offload: Collection[str] = (),
+) -> Body:
     log = Log(rewrites=[] if rewrites is None else rewrites)
-    Rematerialize(frozenset(names)).run(body, log)
+    Rematerialize(frozenset(names), frozenset(offload)).run(body, log)
     return body
 
 
@@ -173,12 +178,12 @@ class Case:
         self.names = droppable(self.body)
         self.plain = self.step([])
 
-    def program(self, names: Collection[str]) -> Program:
-        return Program(dropped(self.body.copy(), names), "test")
+    def program(self, names: Collection[str], offload: Collection[str] = ()) -> Program:
+        return Program(dropped(self.body.copy(), names, offload=offload), "test")
 
-    def step(self, names: Collection[str]) -> list[torch.Tensor]:
+    def step(self, names: Collection[str], offload: Collection[str] = ()) -> list[torch.Tensor]:
         """Outputs, what mutations write, and every gradient, with some values dropped."""
-        program = self.program(names)
+        program = self.program(names, offload)
         torch.manual_seed(1)
         values = program(self.x)
         y = values[0].float()

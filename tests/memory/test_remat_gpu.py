@@ -6,8 +6,11 @@ import copy
 
 import pytest
 import torch
-from remat_models import GPT, ConvNet, dropping, everything, llama, same
+from remat_models import GPT, ConvNet, dropped, dropping, everything, llama, same
 from torch import nn
+
+from graphopt.emit import Program
+from graphopt.passes.remat import saved_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -104,3 +107,66 @@ def test_inside_a_cuda_graph() -> None:
         p.grad.zero_()
     graph.replay()
     torch.testing.assert_close([p.grad for p in opt.parameters()], expected[1:])
+
+
+def _offloading(opt: nn.Module, x: torch.Tensor, names=None) -> Program:
+    body = opt.capture((x,)).compiled.body
+    sizes = saved_bytes(body)
+    names = names or [n for n, size in sizes.items() if size > 1 << 20 and "cast_weights" not in n]
+    assert len(names) > 8
+    return Program(dropped(body.copy(), [], offload=names), "offload")
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_values_in_host_memory(precision) -> None:
+    plain, _, x = _pair(_gpt, precision)
+    away = _offloading(plain, x)
+    found, saved = [], []
+    for program in (Program(plain.entry.compiled.body, "plain"), away):
+        for _ in range(3):  # again, with pinned memory and gradients at hand
+            plain.zero_grad(set_to_none=True)
+            torch.manual_seed(1)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            y = program(x)[0]
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            y.float().backward(torch.linspace(-1, 1, y.numel(), device=DEVICE).view(y.shape))
+        found.append([y.detach(), *(p.grad.clone() for p in plain.parameters())])
+        saved.append(held)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+    assert saved[1] < 0.3 * saved[0], saved
+
+
+def test_a_copy_runs_beside_the_computation() -> None:
+    """Forward waits for no copy but those that still wait at its end."""
+    plain, _, x = _pair(_gpt, "bf16")
+    away = _offloading(plain, x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        away(x)[0].float().sum().backward()
+        torch.cuda.synchronize()
+    copies = [e for e in profile.events() if "Memcpy" in e.name and "Pinned" in e.name]
+    kernels = [e for e in profile.events() if "Memcpy" not in e.name and "Memset" not in e.name]
+    beside = [
+        c
+        for c in copies
+        if any(
+            k.time_range.start < c.time_range.end and c.time_range.start < k.time_range.end
+            for k in kernels
+        )
+    ]
+    assert len(copies) > 16
+    assert len(beside) > len(copies) // 2
+
+
+def test_what_was_fetched_ahead_in_vain_is_let_go() -> None:
+    plain, _, x = _pair(_gpt, "bf16")
+    y = _offloading(plain, x)(x)[0].float().sum()
+    last = list(plain.head.parameters())
+    torch.autograd.grad(y, last, retain_graph=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(y, last, retain_graph=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    y.backward()

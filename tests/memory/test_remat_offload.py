@@ -1,0 +1,114 @@
+"""Values kept in host memory: equal to the bit, out of the device's memory, back in time."""
+
+from __future__ import annotations
+
+import gc
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from remat_models import MODELS, case, same
+from test_remat_runtime import Storages
+
+from graphopt.errors import PassError
+from graphopt.graph import lint
+from graphopt.graph.text import python_code
+from graphopt.offload import HostCopy
+from graphopt.passes.base import Log
+from graphopt.passes.remat import Rematerialize, saved_bytes
+
+
+def movable(found) -> list[str]:
+    """Values that may go to host memory and that autograd saves."""
+    names = saved_bytes(found.body)
+    return [n for n in names if "cast_weights" not in n and _goes(found, n)]
+
+
+def _goes(found, name: str) -> bool:
+    try:
+        Rematerialize(frozenset(), frozenset({name})).run(found.body.copy(), Log())
+    except PassError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_with_everything_away_is_equal_to_the_bit(name) -> None:
+    found = case(name)
+    names = movable(found)
+    assert len(found.program([], names).recipes) >= len(names) > 2
+    assert same(found.step([], names), found.plain)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("gpt", None), ("conv", None), ("gpt", "bf16")])
+@hypothesis.settings(max_examples=5, deadline=None)
+@hypothesis.given(data=st.data())
+def test_some_recomputed_and_some_away(name, precision, data) -> None:
+    found = case(name, precision)
+    away = data.draw(st.sets(st.sampled_from(movable(found))))
+    names = data.draw(st.sets(st.sampled_from(found.names)))
+    assert same(found.step(names, away), found.plain)
+
+
+def test_random_values_may_go() -> None:
+    found = case("gpt")
+    assert "draw_seed_default" in movable(found)
+
+
+def test_the_device_is_free_of_them() -> None:
+    found = case("gpt")
+    names = movable(found)
+    alive = []
+    for away in ([], names):
+        program = found.program([], away)
+        with Storages() as storages:
+            values = program(found.x)
+            alive.append(storages.alive)
+        del values
+    lost = sum(saved_bytes(found.body)[n] for n in names)
+    assert alive[0] - alive[1] >= 0.9 * lost
+
+
+def test_nothing_outlives_the_graph() -> None:
+    found = case("mlp")
+    program = found.program([], movable(found))
+    program(found.x)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            program(found.x)
+        assert not any(type(o) is HostCopy for o in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_backward_twice() -> None:
+    found = case("mlp")
+    y = found.program([], movable(found))(found.x)[0].sum()
+    wanted = list(found.model.parameters())
+    first = torch.autograd.grad(y, wanted, retain_graph=True)
+    assert same(torch.autograd.grad(y, wanted), first)
+
+
+def test_the_graph_says_so() -> None:
+    found = case("conv")
+    body = found.body.copy()
+    Rematerialize(frozenset(), frozenset(movable(found))).run(body, Log())
+    lint.check(body, "rematerialize")
+    assert "host=True)  # kept in host memory" in python_code(body)
+
+
+@pytest.mark.parametrize("name", ["input_1", "no_such", "linear_default_2"])
+def test_what_cannot_go_is_refused(name) -> None:
+    body = case("mlp").body.copy()
+    with pytest.raises(PassError, match=f"{name} cannot be kept in host memory"):
+        Rematerialize(frozenset(), frozenset({name})).run(body, Log())
+
+
+def test_the_copies_of_weights_do_not_go() -> None:
+    body = case("mlp", "bf16").body.copy()
+    name = next(n.name for n in body.graph.nodes if "cast_weights" in n.name)
+    with pytest.raises(PassError, match="several tensors in one buffer"):
+        Rematerialize(frozenset(), frozenset({name})).run(body, Log())
