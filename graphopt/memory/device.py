@@ -175,6 +175,29 @@ def _layer_norm_backward(args: Any, out: Any) -> int:
     return 2 * torch.get_num_threads() * count * x.element_size()
 
 
+def _batch_norm_backward(args: Any, out: Any) -> int:
+    """The input's gradient before it is laid out."""
+    return int(args[1].numel() * args[1].element_size())
+
+
+def _attention(args: Any, out: Any) -> int:
+    """Scores of one block of rows, their maximum and sum, and its result: one set a thread."""
+    rows, columns = _attention_block(args[0], args[1])
+    size = rows * columns + 2 * rows + rows * int(args[0].shape[-1])
+    return 4 * size * torch.get_num_threads()
+
+
+def _attention_backward(args: Any, out: Any) -> int:
+    """Scores of one block and their gradient, and a sum for each row: one set a thread."""
+    rows, columns = _attention_block(args[1], args[2])
+    return 4 * (2 * rows * columns + rows) * torch.get_num_threads()
+
+
+def _attention_block(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    rows, columns = int(query.shape[-2]), int(key.shape[-2])
+    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(columns, 512)
+
+
 def _convolution(args: Any, out: Any) -> int:
     """A result in oneDNN's own layout, of which the one that is returned is a copy."""
     return int(out.nbytes) if _mkldnn(out, args[1]) else 0
@@ -203,6 +226,9 @@ def _mkldnn(result: torch.Tensor, weight: torch.Tensor) -> bool:
 
 _ON_CPU: dict[str, Callable[[Any, Any], int]] = {
     "native_layer_norm_backward": _layer_norm_backward,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

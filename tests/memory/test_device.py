@@ -154,3 +154,27 @@ def test_prediction_is_the_allocators_peak_within_3_percent(precision):
         torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before  # other tests' memory lies there, too
     assert found.peak_bytes - found.start_bytes == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("length", [33, 64, 256])
+def test_attention_on_the_cpu_takes_what_its_source_says(length):
+    from graphopt.bench.trace import peak_allocated, record
+
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = (torch.randn(2, 4, length, 8) for _ in range(3))
+    found = []
+    peak = peak_allocated(record(lambda: found.append(forward(q, k, v)), cuda=False, memory=True))
+    results = sum(t.untyped_storage().nbytes() for t in found[0])
+    assert peak - results == device._attention((q, k, v), found[0])
+
+
+def test_batch_norm_s_backward_on_the_cpu_takes_one_more_gradient():
+    from graphopt.bench.trace import peak_allocated, record
+
+    x, w = torch.randn(4, 8, 6, 6), torch.ones(8)
+    args = (x, x, w, None, None, w, w, True, 1e-5, [True, True, True])
+    run = torch.ops.aten.native_batch_norm_backward
+    found = []
+    peak = peak_allocated(record(lambda: found.append(run(*args)), cuda=False, memory=True))
+    assert peak - sum(t.nbytes for t in found[0]) == device._batch_norm_backward(args, found[0])
