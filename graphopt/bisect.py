@@ -273,10 +273,11 @@ class _Search:
         """Write down the rewrite that a turn at `limit` accuses."""
         record = everything.rewrites[limit - 1]
         others = {str(other[limit - 1]) for other in everything.also if len(other) >= limit}
-        if others := sorted(others - {str(record)}):
+        others.discard(str(record))
+        if others:
             self.notes.append(
                 f"the predicate ran {1 + len(everything.also)} graphs, each with its own ordinals; "
-                f"in another one that rewrite is {' or '.join(others)}"
+                f"in another one that rewrite is {' or '.join(sorted(others))}"
             )
         key = limit if limit < len(everything.rewrites) else None
         detail = self.outcome(key, without).detail
