@@ -266,7 +266,7 @@ def _part(body: Body, eager: Results, memory: Results, editor: Editor) -> bool:
     while joined := _joined(body, memory):
         i = min(joined, key=lambda i: sizes[memory[i]])  # the others go on sharing theirs
         flat = list(body.output.args[0])  # type: ignore[arg-type]
-        copy = lay_out(flat[i], eager[i].meta["val"], body.output, editor)  # type: ignore[arg-type]
+        copy = lay_out(flat[i], eager[i].meta["val"], body.output, editor)
         if copy is None:
             break
         flat[i] = copy

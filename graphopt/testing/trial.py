@@ -128,9 +128,8 @@ class Trial:
 
     def _optimized(self, plan: Plan, upstream: Upstream) -> Observed:
         entry = self._entry(plan) if self.eager.dropped else None
-        around: contextlib.AbstractContextManager[None] | None = (
-            None  # any other module has its dropouts at rest like the model
-        )
+        # None: any other module has its dropouts at rest like the model.
+        around: contextlib.AbstractContextManager[None] | None = None
         if not self.eager.dropped:
             around = contextlib.nullcontext()
         elif entry is not None:
