@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from graphopt.errors import OptionError
 from graphopt.kernels._library import LIBRARY, define, differentiated, invoke
@@ -113,7 +112,7 @@ def linear_wide_reference(
     """The linear layer's result, in plain torch; the masters have no say in it.
 
     Args:
-        x: [..., K]; [M, K] if transposed.
+        x: [..., K] of two dimensions or more.
         weight: [N, K] of x's dtype, the copy of the masters one below the other; [K, N] if
             transposed. It gets no gradient.
         bias: [N] or None, the copy of the bias masters where there are some; else it is an operand
@@ -136,9 +135,17 @@ def linear_wide_reference(
         torch.float32
     """
     _check(weight, bias, masters, bias_masters or (), transposed)
-    if not transposed:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    return product(x, weight if transposed else weight.t(), bias)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """One GEMM over the rows of x, of [..., K] with [K, N], and a bias or None.
+
+    As `F.linear`, which is opaque below autograd to what counts operations.
+    """
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
+    y = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[1])
 
 
 def _check(

@@ -15,14 +15,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from graphopt.errors import OptionError, UnsupportedError
 from graphopt.kernels._launch import is_aligned
 from graphopt.kernels._library import LIBRARY, define, differentiated, invoke, once
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, kernel_serves
-from graphopt.kernels.linear import bias_gradients, parameter_gradients
+from graphopt.kernels.linear import bias_gradients, parameter_gradients, product
 from graphopt.kernels.rope import _backward_reference as turned_back
 from graphopt.kernels.rope import rope_reference
 
@@ -67,7 +66,7 @@ def linear_rope_reference(
         [torch.Size([2, 3, 4]), torch.Size([1, 3, 4]), torch.Size([3, 4])]
     """
     _check(x, weight, bias, cos, sin, widths)
-    packed = F.linear(x, weight, bias)
+    packed = product(x, weight.t(), bias)
     heads = _heads(packed, widths, cos.shape[-1])
     turned = rope_reference(heads, cos, sin, interleaved, out_dtype=packed.dtype)
     rest = packed[..., packed.shape[-1] - widths[2] :]
@@ -126,7 +125,7 @@ def _launch(
     bias_masters: Sequence[torch.Tensor] | None = None,
 ) -> Parts:
     _check(x, weight, bias, cos, sin, widths)
-    packed = F.linear(x, weight, bias)
+    packed = product(x, weight.t(), bias)
     heads = _heads(packed, widths, cos.shape[-1])
     if not _turn(heads, cos, sin, heads, interleaved, back=False):
         heads.copy_(rope_reference(heads, cos, sin, interleaved, out_dtype=packed.dtype))

@@ -76,7 +76,7 @@ def _call(node: fx.Node, body: Body) -> tuple[Any, tuple[Any, ...]] | None:
     masters = _masters(weight, body)
     if masters is None or (transposed and len(masters) > 1) or weight.meta["val"].dim() != 2:
         return None
-    if bias is not None and bias.meta["val"].dim() != 1:
+    if x.meta["val"].dim() < 2 or (bias is not None and bias.meta["val"].dim() != 1):
         return None
     if concrete(x.meta["val"].numel()) * node.meta["val"].shape[-1] < WORTH:
         return None
