@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import graphopt
 from graphopt.errors import GraphOptError
 from graphopt.graph.record import Site
-from graphopt.memory.fakestep import FakeStep, LossFn, Recorder, told
+from graphopt.memory.fakestep import BENCH, FakeStep, LossFn, Recorder, told
 from graphopt.memory.labels import Label, Labels
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -77,7 +77,7 @@ def run_model(
         raise GraphOptError(
             f"the memory of {type(model).__name__} cannot be predicted",
             why=f"copying it without its data raised {type(error).__name__}: {error}"[:500],
-            try_="graphopt.bench(model, inputs), which measures a real step",
+            try_=BENCH,
         ) from error
     modules.update((id(m), path) for path, m in twin.named_modules())
     _hold(recorder, model, twin)
@@ -95,7 +95,8 @@ def run_model(
     try:
         step = recorder.step(forward, loss_fn, grad=grad)
     except Exception as error:
-        raise told(error, type(model).__name__) from error
+        cure = f"{BENCH}; or the optimized module, which need not run the model's own code"
+        raise told(error, type(model).__name__, cure) from error
     classes = {path: type(m).__name__ for path, m in twin.named_modules()}
     return step, lambda label: _site(label, classes)
 

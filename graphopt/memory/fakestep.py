@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -241,6 +242,7 @@ class Recorder:
         self.inside.begin(tracker)
         start = len(tracker.events)
         with (
+            _quiet(),
             torch.inference_mode(False),
             torch.set_grad_enabled(grad),
             self._launch(),
@@ -273,6 +275,18 @@ class Recorder:
             made.kind = "gradients"
         unknown = tuple(sorted(self.inside.unknown))
         return FakeStep(tracker, start, forward_end, loss_end, said, gradients, unknown)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch would log at length why an operation cannot run on fake tensors: our error tells it."""
+    log = logging.getLogger("torch._subclasses")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]]:
@@ -343,7 +357,10 @@ def _bytes(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else None
 
 
-def told(error: Exception, what: str) -> GraphOptError:
+BENCH = "graphopt.bench(model, inputs), which measures a real step"
+
+
+def told(error: Exception, what: str, cure: str = BENCH) -> GraphOptError:
     """The error to raise where a step cannot be followed on fake tensors."""
     if isinstance(error, GraphOptError):
         return error
@@ -351,11 +368,5 @@ def told(error: Exception, what: str) -> GraphOptError:
     return GraphOptError(
         f"the memory of {what} cannot be predicted",
         why=f"on tensors without values it raised {type(error).__name__}: {text}"[:500],
-        try_="graphopt.bench(model, inputs), which measures a real step",
+        try_=cure,
     )
-
-
-def names_of_inputs(names: Iterable[str], count: int) -> list[str]:
-    """A name for each of `count` inputs."""
-    found = list(names)
-    return [found[i] if i < len(found) else f"input {i}" for i in range(count)]
