@@ -180,6 +180,12 @@ def _batch_norm_backward(args: Any, out: Any) -> int:
     return int(args[1].numel() * args[1].element_size())
 
 
+def _mse_loss(args: Any, out: Any) -> int:
+    """All losses, of which the mean or sum is taken."""
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return int(shape.numel()) * out.element_size() if out.dim() == 0 else 0
+
+
 def _attention(args: Any, out: Any) -> int:
     """Scores of one block of rows, their maximum and sum, and its result: one set a thread."""
     rows, columns = _attention_block(args[0], args[1])
@@ -226,6 +232,8 @@ def _mkldnn(result: torch.Tensor, weight: torch.Tensor) -> bool:
 
 _ON_CPU: dict[str, Callable[[Any, Any], int]] = {
     "native_layer_norm_backward": _layer_norm_backward,
+    "mse_loss": _mse_loss,
+    "smooth_l1_loss": _mse_loss,
     "native_batch_norm_backward": _batch_norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,

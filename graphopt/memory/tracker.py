@@ -200,7 +200,7 @@ class StorageTracker(TorchDispatchMode):
         if known is None:
             before = any(t.untyped_storage()._cdata == storage._cdata for t in storages_of(given))
             if not before:  # else a view of what was there before and was not said to be counted
-                self._born(tensor, label, str(func), "", None)
+                self._born(tensor, label, str(func), "", _size(tensor, func, given))
         elif known[1].op and known[1].bytes != self.rounded(storage.nbytes(), tensor.device):
             self._dead(
                 storage._cdata, known[1]
@@ -272,6 +272,21 @@ class StorageTracker(TorchDispatchMode):
         event = max(range(start, len(curve)), key=curve.__getitem__)
         live = sorted((a for a in self.live_at(event) if a.bytes), key=lambda a: -a.bytes)
         return Peak(curve[event], event, tuple(live))
+
+
+_REDUCED = {"aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss"}
+_REDUCED |= {"aten::binary_cross_entropy"}
+"""Losses that return their mean or sum in a storage as large as all losses, as their C++ has it."""
+
+
+def _size(tensor: torch.Tensor, func: Any, given: Any) -> int:
+    """Bytes of a new result's storage; those of a fake one may be fewer than a real one's."""
+    size = int(tensor.untyped_storage().nbytes())
+    if tensor.dim() == 0 and func._schema.name in _REDUCED:
+        first, second = given[0][:2]
+        count = torch.broadcast_shapes(first.shape, second.shape).numel()
+        size = max(size, int(count) * tensor.element_size())
+    return size
 
 
 def storages_of(value: Any) -> Iterator[torch.Tensor]:

@@ -178,3 +178,17 @@ def test_batch_norm_s_backward_on_the_cpu_takes_one_more_gradient():
     found = []
     peak = peak_allocated(record(lambda: found.append(run(*args)), cuda=False, memory=True))
     assert peak - sum(t.nbytes for t in found[0]) == device._batch_norm_backward(args, found[0])
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss"])
+def test_a_loss_lies_in_the_storage_of_all_losses(loss):
+    from graphopt.bench.trace import peak_allocated, record
+
+    x, y = torch.randn(64, 16), torch.randn(64, 16)
+    run = getattr(torch.ops.aten, loss).default
+    real = peak_allocated(record(lambda: run(x, y), cuda=False, memory=True))
+    with fake_mode() as mode, StorageTracker() as seen:
+        result = run(mode.from_tensor(x), mode.from_tensor(y))
+    assert seen.allocations[-1].bytes == x.nbytes
+    assert real - 2 * x.nbytes < 64  # the result and all losses, and numbers on the way
+    assert device._mse_loss((x, y), result) == x.nbytes
