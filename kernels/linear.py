@@ -56,7 +56,7 @@ def _mm_samples(device: torch.device) -> Iterator[Sample]:
     yield Sample((a.float(), a.float().t(), torch.float32))
 
 
-_MM = define(
+WIDE_MM = define(
     "wide_mm(Tensor a, Tensor b, ScalarType dtype) -> Tensor",
     launch=None,
     reference=wide_mm,
@@ -66,13 +66,31 @@ _MM = define(
 register(
     Op(
         name="wide_mm",
-        overload=_MM,
+        overload=WIDE_MM,
         reference=wide_mm,
         launch=None,
         samples=_mm_samples,
         cost=_mm_cost,
         saved="nothing: it is not differentiated",
     )
+)
+
+
+def _add_wide_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a product to a sum of a wider dtype, in place."""
+    wide = a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
+    if wide and a.numel() and b.numel():
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(wide_mm(a, b, total.dtype))
+
+
+# An operator for the sake of its fake form: torch 2.11 has none for addmm with an out_dtype.
+ADD_WIDE_MM = define(
+    "add_wide_mm_(Tensor(a!) total, Tensor a, Tensor b) -> ()",
+    launch=None,
+    reference=_add_wide_mm,
+    fake=lambda total, a, b: None,
 )
 
 
@@ -88,7 +106,7 @@ def parameter_gradients(
         transposed: see `masters`.
     """
     a, b = (x, rows) if transposed else (rows, x)
-    wide: torch.Tensor = invoke(_MM, a.t(), b, masters[0].dtype)
+    wide: torch.Tensor = invoke(WIDE_MM, a.t(), b, masters[0].dtype)
     return [wide] if len(masters) == 1 else list(wide.split([m.shape[0] for m in masters]))
 
 

@@ -31,6 +31,7 @@ from graphopt.kernels._library import Args, Gradient, define, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, check_floating
 from graphopt.kernels.cross_entropy import MEAN, NONE
+from graphopt.kernels.linear import ADD_WIDE_MM, WIDE_MM
 
 CHUNK_BYTES = 2**28
 """Bytes of a chunk of logits: 4096 rows of 32768 classes in 16 bits, enough for a GEMM to run at
@@ -240,9 +241,9 @@ class _Sum:
         elif not a.is_cuda:  # no product there writes a wider dtype than it reads
             self.add(torch.mm(a.to(self.wide), b.to(self.wide)))
         elif self.total is None:
-            self.total = torch.mm(a, b, out_dtype=self.wide)
+            self.total = invoke(WIDE_MM, a, b, self.wide)
         else:
-            torch.addmm(self.total, a, b, out_dtype=self.wide, out=self.total)
+            invoke(ADD_WIDE_MM, self.total, a, b)
 
     def result(self) -> torch.Tensor:
         if self.total is None:  # no rows
