@@ -24,7 +24,7 @@ from graphopt.passes.clean import Clean
 from graphopt.passes.remat import Rematerialize, reasons, saved_bytes, segment_values
 from graphopt.remat import is_marker
 
-CASES = [(name, None) for name in MODELS] + [("mlp", "bf16"), ("gpt", "bf16"), ("conv", "bf16")]
+CASES = [(name, None) for name in MODELS] + [("gpt", "bf16"), ("conv", "bf16")]
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
@@ -34,8 +34,10 @@ def test_a_step_that_drops_everything_is_equal_to_the_bit(name, precision) -> No
     assert same(found.step(found.names), found.plain)
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
-@hypothesis.settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize(
+    ("name", "precision"), [("mlp", None), ("conv", None), ("chunks", None), ("gpt", "bf16")]
+)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(data=st.data())
 def test_a_step_that_drops_any_values_is_equal_to_the_bit(name, precision, data) -> None:
     found = case(name, precision)
@@ -226,9 +228,9 @@ def test_segments_keep_what_crosses_their_borders() -> None:
 
 
 def test_segments_give_equal_gradients() -> None:
-    for name in ("gpt", "conv", "chunks"):
+    for name in ("gpt", "chunks"):
         found = case(name)
-        for n in (2, 3, 50):
+        for n in (3, 50):
             assert same(found.step(segment_values(found.body, n)), found.plain)
 
 

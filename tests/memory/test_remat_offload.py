@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from remat_models import MODELS, case, same
+from remat_models import case, same
 from test_remat_runtime import Storages
 
 from graphopt.errors import PassError
@@ -17,8 +18,10 @@ from graphopt.graph.text import python_code
 from graphopt.offload import HostCopy
 from graphopt.passes.base import Log
 from graphopt.passes.remat import Rematerialize, saved_bytes
+from graphopt.passes.values import Values
 
 
+@functools.cache
 def movable(found) -> list[str]:
     """Values that may go to host memory and that autograd saves."""
     names = saved_bytes(found.body)
@@ -26,14 +29,12 @@ def movable(found) -> list[str]:
 
 
 def _goes(found, name: str) -> bool:
-    try:
-        Rematerialize(frozenset(), frozenset({name})).run(found.body.copy(), Log())
-    except PassError:
-        return False
-    return True
+    values = Values.of(found.body.graph)
+    node = next(v for v in values if v.name == name)
+    return not any(part in values.left for part in values.parts_of(node))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "conv", "chunks"])
 def test_a_step_with_everything_away_is_equal_to_the_bit(name) -> None:
     found = case(name)
     names = movable(found)
@@ -41,8 +42,8 @@ def test_a_step_with_everything_away_is_equal_to_the_bit(name) -> None:
     assert same(found.step([], names), found.plain)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt", None), ("conv", None), ("gpt", "bf16")])
-@hypothesis.settings(max_examples=5, deadline=None)
+@pytest.mark.parametrize(("name", "precision"), [("mlp", None), ("conv", None), ("gpt", "bf16")])
+@hypothesis.settings(max_examples=3, deadline=None)
 @hypothesis.given(data=st.data())
 def test_some_recomputed_and_some_away(name, precision, data) -> None:
     found = case(name, precision)
