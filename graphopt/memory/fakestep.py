@@ -23,6 +23,7 @@ from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
 from graphopt.memory.device import Inside, launching_nothing
 from graphopt.memory.inner import Account, Inner
+from graphopt.memory.inplace import sole, takes_over
 from graphopt.memory.labels import LOSS, Label, Labels
 from graphopt.memory.tracker import Allocation, Dispatched, StorageTracker
 from graphopt.replay import without_autocast
@@ -169,12 +170,14 @@ class Recorder:
         self._launch = launching_nothing if inside and only == "cuda" else contextlib.nullcontext
         self.inside = Inside(torch.device(device), real=inside)
         self._inner = Inner(account)
+        sole()  # what it counts is found outside of the modes
         self.tracker = StorageTracker(
             512 if self.inside.device.type == "cuda" else None,
             where=self.label,
             watch=self._dispatched,
             within=self._inner.within if inside else None,
             only=only,
+            takes_over=takes_over,
         )
         self._inner.tracker = self.tracker
 

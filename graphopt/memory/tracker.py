@@ -79,6 +79,7 @@ class StorageTracker(TorchDispatchMode):
         within: operation -> a function to run in its place, whose own operations are followed,
             or None to run the operation as it is.
         only: follow only tensors on a device of this type.
+        takes_over: says of an operation whether its result takes the place of its first operand.
 
     Attributes:
         allocations: every storage met, in the order of births.
@@ -100,6 +101,7 @@ class StorageTracker(TorchDispatchMode):
         watch: Dispatched | None = None,
         within: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         only: str | None = None,
+        takes_over: Callable[[Any, Sequence[Any]], bool] | None = None,
     ) -> None:
         super().__init__()
         self.rounding = rounding
@@ -110,6 +112,7 @@ class StorageTracker(TorchDispatchMode):
         self._watch = watch
         self._within = within
         self._only = only
+        self._takes_over = takes_over
 
     # ---- recording
 
@@ -123,12 +126,18 @@ class StorageTracker(TorchDispatchMode):
         """Run an operation and take down the storages of what it returns."""
         kwargs = kwargs or {}
         label = self._where() if self._where is not None else None
+        over = self._takes_over is not None and self._takes_over(func, args)
         instead = self._within(func, args, kwargs) if self._within is not None else None
         if instead is not None:
             with self:
                 out = instead(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
+        if over:
+            key = args[0].untyped_storage()._cdata
+            known = self._known.get(key)
+            if known is not None and known[1].op:
+                self._dead(key, known[1])
         for tensor in storages_of(out):
             self._meet(tensor, label, func, (args, kwargs))
         if self._watch is not None:
@@ -259,14 +268,17 @@ class StorageTracker(TorchDispatchMode):
             a for a in self.allocations if a.born <= event and (a.died is None or a.died > event)
         ]
 
-    def peak(self, start: int = 0, end: int | None = None) -> Peak:
+    def peak(
+        self, start: int = 0, end: int | None = None, curve: Sequence[int] | None = None
+    ) -> Peak:
         """The moment at which most bytes were alive.
 
         Args:
             start: the first event that counts.
             end: the event before which to stop.
+            curve: what counts after each event, where it is not what `curve()` gives.
         """
-        curve = self.curve()[:end]
+        curve = (self.curve() if curve is None else curve)[:end]
         if start >= len(curve):
             return Peak(curve[-1] if curve else 0, max(0, len(curve) - 1), ())
         event = max(range(start, len(curve)), key=curve.__getitem__)

@@ -277,3 +277,37 @@ def test_what_is_wrong_with_a_loss_is_said_of_loss_fn(loss_fn, text):
     body = capture(mlp(), (torch.randn(8, 16),)).body
     with pytest.raises(OptionError, match=text):
         predict(body, loss_fn=loss_fn)
+
+
+class Branches(nn.Module):
+    """Gradients meet: from two products, from parts, from a gather."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.weight, self.f = nn.Parameter(torch.randn(64, 64)), f
+
+    def forward(self, index):
+        return self.f(self.weight.exp(), index).tanh().sum()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda h, i: h.sin() * h.cos(),
+        lambda h, i: h + h.tanh(),
+        lambda h, i: h[0].sin() * h[1].cos() + h[2],
+        lambda h, i: h.gather(0, i) + h,
+        lambda h, i: torch.cat([h.sin(), h.cos(), h]),
+        lambda h, i: h[i[0]].sin(),
+    ],
+)
+def test_gradients_are_added_in_place_as_without_a_mode(f):
+    model, index = Branches(f), torch.zeros(64, 64, dtype=torch.int64)
+
+    def step():
+        result = model(index)
+        result.backward()
+
+    found = graphopt.profile_memory(model, index).prediction
+    # a few bytes: numbers that torch keeps in tensors for the length of an operation
+    assert found.peak_bytes - found.start_bytes == pytest.approx(measured(model, step), abs=64)
