@@ -65,7 +65,14 @@ class PassCompiler:
                 body, self.options, leading=(MaterializeAutocast(),), trailing=trailing
             )
         done, most = len(result.rewrites), self.options.max_rewrites
-        if self.memory is None or (most is not None and done >= most):
+        if self.memory is None:
+            return Compiled(result.body, result)
+        if most is not None and done >= most:
+            warnings.warn(
+                f"max_rewrites={most} leaves none for the memory plan: the budget is not kept",
+                GraphoptWarning,
+                stacklevel=2,
+            )
             return Compiled(result.body, result)
         with progress("memory plan"), Timer() as timer:
             planned = self.memory.planned(result.body, done, self.limits)

@@ -40,7 +40,8 @@ class Fit:
         budget_bytes: the budget.
         predicted_peak_bytes: of a step with that batch and its plan.
         plan: what is recomputed for it.
-        tried: (batch, whether it fits, the smallest predicted peak that is known of it).
+        tried: (batch, whether it fits, predicted peak: with its plan where it fits, else the
+            smallest that can be had).
     """
 
     batch: int
@@ -143,7 +144,11 @@ def fit(
     settings = Settings(dynamic=False, precision=precision)
     compiler = PassCompiler(options, overrides, memory)
     search = _Search(
-        lambda: GraphoptModule(model, settings, compiler), make_inputs, multiple_of, limit
+        lambda: GraphoptModule(model, settings, compiler),
+        make_inputs,
+        multiple_of,
+        limit,
+        recompute,
     )
     with progress("fit"), torch.enable_grad():
         return search.found()
@@ -175,7 +180,9 @@ class _Search:
         make_inputs: Callable[[int], Any],
         step: int,
         limit: int,
+        recompute: bool,
     ) -> None:
+        self.recompute = recompute
         self.make = make
         self.make_inputs = make_inputs
         self.step = step
@@ -187,7 +194,16 @@ class _Search:
     def found(self) -> Fit:
         """The largest batch that fits."""
         if not self.fits(1):
-            raise self.refused[1]
+            error, batch = self.refused[1], self.step
+            found = BudgetError(
+                f"no batch fits: of batch {batch}, {error.what}",
+                at=error.at,
+                why=error.why,
+                try_="a larger budget"
+                + (", multiple_of=1" if batch > 1 else ", or a smaller model"),
+            )
+            found.lowest_bytes = error.lowest_bytes
+            raise found
         low, high = 1, MOST // self.step + 1  # fits, does not fit
         turn = 0
         while high - low > 1:
@@ -195,11 +211,27 @@ class _Search:
             guess = self._guess(low, high, turn)
             if self.fits(guess):
                 low = guess
+                self._check_growth(low)
             else:
                 high = guess
         plan = self.plans[low]
-        tried = tuple((n * self.step, n in self.plans, p) for n, p in self.peaks.items())
+        tried = tuple(
+            (n * self.step, n in self.plans, self.plans[n].predicted_peak_bytes)
+            if n in self.plans
+            else (n * self.step, False, p)
+            for n, p in self.peaks.items()
+        )
         return Fit(low * self.step, self.limit, plan.predicted_peak_bytes, plan, tried)
+
+    def _check_growth(self, count: int) -> None:
+        """Refuse inputs that do not depend on the batch."""
+        first, found = self.plans[1], self.plans[count]
+        if count > 1 and found.unplanned_peak_bytes == first.unplanned_peak_bytes:
+            raise OptionError(
+                f"batches {self.step} and {count * self.step} have the same peak",
+                why="what make_inputs returns does not depend on the batch that it is given",
+                try_="make_inputs=lambda batch: torch.randn(batch, ...)",
+            )
 
     def _guess(self, low: int, high: int, turn: int) -> int:
         """Where the peak would reach the limit if it grew evenly; now and then the middle."""
@@ -242,6 +274,8 @@ class _Search:
                 Budget(size=self.limit), self.limit, lowest, plan.unplanned_peak_bytes, ()
             )
             return False
+        if not self.recompute:
+            plan = dataclasses.replace(plan, budget="without recomputing", budget_bytes=self.limit)
         self.plans[count] = plan
         return True
 

@@ -29,7 +29,8 @@ UNITS = {
 LEAST = 1024
 """The smallest number of bytes that is taken for a budget: less is meant as something else."""
 
-_FORMS = "bytes, '12GiB' or '900MB', or a fraction of the unoptimized peak such as 0.5"
+_BYTES = "a number of bytes, '12GiB' or '900MB'"
+_FORMS = f"{_BYTES}, or a fraction of the unoptimized peak such as 0.5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,21 +100,24 @@ _LITTLE = "no step fits into that; a whole number is a number of bytes"
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def _parsed(text: str, name: str) -> int:
+def _parsed(text: str, name: str, forms: str = _FORMS) -> int:
     found = _TEXT.fullmatch(text)
     unit = found[2].lower() if found else ""
     if found is None or unit not in UNITS:
-        cure = _FORMS
-        if text.strip().endswith("%"):
+        cure, why = forms, "it is no number with a unit"
+        if text.strip().endswith("%") and forms == _FORMS:
             cure = "a fraction of the peak without a plan as a float: 0.5 for 50%"
-        elif found and f"{unit}ib" in UNITS:
-            cure = f"'{found[1]}{unit.upper()}iB' (powers of 1024) or '{found[1]}{unit.upper()}B'"
         elif found and not unit:
-            cure = f"'{found[1]}B' for bytes, '{found[1]}GiB' for GiB"
-        raise OptionError(f"{name} is {text!r}"[:100], why="the unit is not known", try_=cure)
+            cure, why = f"'{found[1]}B' for bytes, '{found[1]}GiB' for GiB", "it has no unit"
+        elif found:
+            why = "the unit is not known"
+            if f"{unit}ib" in UNITS:
+                upper = unit.upper()
+                cure = f"'{found[1]}{upper}iB' (powers of 1024) or '{found[1]}{upper}B'"
+        raise OptionError(f"{name} is {text!r}"[:100], why=why, try_=cure)
     count = int(float(found[1]) * UNITS[unit])
     if count < LEAST:
-        raise OptionError(f"{name} is {text!r}", why=_LITTLE, try_=_FORMS)
+        raise OptionError(f"{name} is {text!r}", why=_LITTLE, try_=forms)
     return count
 
 
@@ -124,7 +128,7 @@ def check_resident(count: Any) -> int:
         OptionError: for anything but a number of bytes from 0, or a text with a unit.
     """
     if isinstance(count, str):
-        return _parsed(count, "resident_bytes")
+        return _parsed(count, "resident_bytes", _BYTES)
     whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
     if not whole or count < 0:
         raise OptionError(
@@ -136,7 +140,14 @@ def check_resident(count: Any) -> int:
 
 
 def unreachable(
-    asked: Budget, limit: int, lowest: int, plain: int, live: Sequence[Holder]
+    asked: Budget,
+    limit: int,
+    lowest: int,
+    plain: int,
+    live: Sequence[Holder],
+    *,
+    resident: int = 0,
+    low: bool = False,
 ) -> BudgetError:
     """The error for a budget that cannot be kept.
 
@@ -146,19 +157,30 @@ def unreachable(
         lowest: the smallest predicted peak that any plan has.
         plain: the predicted peak without a plan.
         live: what is alive at the smallest peak.
+        resident: bytes that the user said lie there, too.
+        low: whether the graph is in low precision already.
     """
-    largest = sorted(live, key=lambda h: (-h.bytes, h.name))[:6]
-    held = "".join(f"\n         {line(h)}" for h in largest)
-    more = sum(h.bytes for h in live) - sum(h.bytes for h in largest)
-    rest = f"\n         {shown(more)} in {len(live) - 6} others" if len(live) > 6 else ""
+    groups: dict[str, list[Holder]] = {}
+    for h in live:
+        groups.setdefault(line(h), []).append(h)
+    if resident:
+        groups[f"{shown(resident):>10}  resident_bytes, as given"] = []
+    sizes = {text: sum(h.bytes for h in same) or resident for text, same in groups.items()}
+    largest = sorted(groups, key=lambda text: (-sizes[text], text))[:6]
+    times = {text: f" x{len(groups[text])}" if len(groups[text]) > 1 else "" for text in largest}
+    held = "".join(f"\n         {text}{times[text]}" for text in largest)
+    left = [h for text, same in groups.items() if text not in largest for h in same]
+    more = sum(h.bytes for h in left)
+    rest = f"\n         {shown(more)} in {len(left)} others" if left else ""
     same = f" of the {shown(plain)} without a plan" if asked.fraction is not None else ""
+    named = [h for text in largest for h in groups[text]]
+    cures = [f"memory_budget={_next(lowest)}", "a smaller batch (graphopt.fit finds the largest)"]
     error = BudgetError(
         f"memory_budget={asked} ({shown(limit)}{same}) cannot be kept:"
         f" the smallest peak is {shown(lowest)}",
-        at=next((f"{h.site}" for h in largest if h.site.file and h.kind != "parameters"), None),
+        at=next((f"{h.site}" for h in named if h.site.file and h.kind != "parameters"), None),
         why=f"there these are alive:{held}{rest}",
-        try_=f"memory_budget={_next(lowest)}, a smaller batch (graphopt.fit finds the largest),"
-        " or precision='bf16'",
+        try_=", ".join(cures) + ("" if low else ", precision='bf16'"),
     )
     error.lowest_bytes = lowest
     return error

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from graphopt.errors import OptionError
+from graphopt.errors import GraphOptError, OptionError
 from graphopt.graph.body import Body
-from graphopt.graph.facts import nbytes
+from graphopt.graph.facts import nbytes, tensors_of
 from graphopt.graph.record import RewriteRecord
 from graphopt.kernels.linear_cross_entropy import CHUNK_BYTES
 from graphopt.memory.budget import Budget, check_budget, check_resident, unreachable
@@ -20,9 +21,9 @@ from graphopt.memory.problem import CurvePoint, Problem
 from graphopt.memory.result import MemoryPlan, spread
 from graphopt.memory.search import Choice, pareto
 from graphopt.memory.simulate import compressed, needed
-from graphopt.passes.base import Log
+from graphopt.passes.base import LOW, Log
 from graphopt.passes.chunked_loss import ChunkLoss
-from graphopt.passes.remat import Rematerialize, segment_values
+from graphopt.passes.remat import Rematerialize, region_values, segment_values
 
 __all__ = ["CurvePoint", "MemoryOptions", "MemoryPlan", "Planned", "check_memory", "plan", "spread"]
 
@@ -37,6 +38,8 @@ and for what operations take inside that no prediction knows.
 
 LEAST_CHUNK = 2**20
 """Bytes of the smallest chunk of logits."""
+
+logger = logging.getLogger("graphopt.memory")
 
 LossFn = Callable[[Any], Any]
 
@@ -142,22 +145,30 @@ def plan(
         BudgetError: where no plan keeps the budget.
     """
     asked = _Asked(body, options, offset)
-    plain = asked.predicted(body)
     if options.segments is not None:
-        return asked.in_segments(options.segments, plain)
+        return asked.in_segments(options.segments, asked.predicted(body))
+    own = region_values(body) if body.grad else frozenset()
+    given = asked.marked(own) if own else None
+    plain = asked.predicted(given[0] if given is not None else body)
     budget = options.budget or Budget(fraction=1.0)
     limit = budget.bytes_of(plain.peak_bytes)
     if budget.fraction is not None:
         limit = max(limit, (limits or {}).get("bytes", 0)) if body.grad else plain.peak_bytes
+    low = any(t.dtype in LOW for n in body.graph.nodes for t in tensors_of(n.meta.get("val")))
+    resident = options.resident_bytes
     if plain.peak_bytes <= limit:
+        if own:  # the model's own checkpoints do
+            return asked.with_names(str(budget), limit, own, plain)
         return Planned(body, asked.described(str(budget), limit, plain, plain))
     if not body.grad:
-        raise unreachable(budget, limit, plain.peak_bytes, plain.peak_bytes, plain.live)
-    plans = asked.plans(plain)
+        peak = plain.peak_bytes
+        raise unreachable(budget, limit, peak, peak, plain.live, resident=resident, low=low)
+    plans = asked.plans(asked.predicted(body) if own else plain)
     found = asked.confirmed(plans, limit - int(SPARE * limit))
     lowest = found.prediction
     if lowest.peak_bytes > limit:
-        raise unreachable(budget, limit, lowest.peak_bytes, plain.peak_bytes, lowest.live)
+        peaks = lowest.peak_bytes, plain.peak_bytes
+        raise unreachable(budget, limit, *peaks, lowest.live, resident=resident, low=low)
     if limits is not None:
         limits["bytes"] = max(limit, limits.get("bytes", 0))
     curve = tuple(CurvePoint(p.peak, p.ms, p.route.problem.count(p.dropped)) for p in plans)
@@ -235,7 +246,11 @@ class _Asked:
         work, log = self.body.copy(), Log()
         ChunkLoss(_chunk_bytes(work)).run(work, log)
         if log.rewrites:
-            chunked = measure(work, **self._circumstances())
+            try:
+                chunked = measure(work, **self._circumstances())
+            except GraphOptError as error:  # the other route is still there
+                logger.warning("the loss in chunks is left out of the plans: %s", error)
+                return found
             more = chunked.forward_ms + chunked.backward_ms - facts.forward_ms - facts.backward_ms
             records = self._numbered(log.rewrites)
             problem = Problem.of(work, chunked, shift)
@@ -264,17 +279,27 @@ class _Asked:
         names = segment_values(self.body, segments) if self.body.grad else frozenset()
         if not names:
             return Planned(self.body, self.described(name, None, plain, plain))
-        facts = measure(self.body, **self._circumstances())
-        problem = Problem.of(self.body, facts)
+        return self.with_names(name, None, names, plain)
+
+    def marked(self, names: frozenset[str]) -> tuple[Body, tuple[RewriteRecord, ...]]:
+        """The body with markers for some values."""
+        work, log = self.body.copy(), Log()
+        Rematerialize(names).run(work, log)
+        return work, self._numbered(log.rewrites)
+
+    def with_names(
+        self, name: str, limit: int | None, names: frozenset[str], plain: Prediction
+    ) -> Planned:
+        """The plan that recomputes some values, whatever that costs."""
+        problem = Problem.of(self.body, measure(self.body, **self._circumstances()))
         place = {v.name: i for i, v in enumerate(problem.timeline.values)}
         dropped = frozenset(place[n] for n in names if n in place)
         used = needed(problem.timeline, dropped)
         ms = sum(problem.timeline.values[i].ms for i in used)
         choice = _Choice(_Route(self.body, (), problem), 0, ms, dropped)
-        body, rewrites = self.applied(choice)
-        return Planned(
-            body, self.described(name, None, plain, self.predicted(body), choice), rewrites
-        )
+        body, rewrites = self.marked(names)
+        described = self.described(name, limit, plain, self.predicted(body), choice)
+        return Planned(body, described, rewrites)
 
     def applied(self, choice: _Choice) -> tuple[Body, tuple[RewriteRecord, ...]]:
         """The body with markers for what a plan drops."""

@@ -46,6 +46,12 @@ class MemoryPlan:
     loss: str
     device: str
 
+    @property
+    def asked(self) -> str:
+        """The budget as it is written in a call."""
+        fraction = self.budget.replace(".", "").replace("e-", "").isdigit()
+        return self.budget if fraction else f"'{self.budget}'"
+
     def __repr__(self) -> str:
         """A table: the peaks, what is recomputed by module, the curve."""
         return "\n".join([self.headline, *self._rows(), *self._curve_rows()])

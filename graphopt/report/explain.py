@@ -134,9 +134,12 @@ class Explanation:
     @property
     def closing(self) -> str:
         """What the numbers mean and what to do next."""
+        budget = ""
+        if self.memory is not None and self.memory.budget_bytes is not None:
+            budget = f", memory_budget={self.memory.asked}"
         return (
             "Bytes are counted, not measured: forward only, an op reads its inputs, writes its "
-            "results once.\nnext: opt = graphopt.optimize(model, inputs); "
+            f"results once.\nnext: opt = graphopt.optimize(model, inputs{budget}); "
             "graphopt.verify(opt, inputs)"
         )
 

@@ -81,3 +81,8 @@ def test_nothing_fits():
 def test_wrong_arguments(arguments, options, what):
     with pytest.raises(OptionError, match=what):
         fit(net(), *arguments, **options)
+
+
+def test_inputs_that_do_not_depend_on_the_batch():
+    with pytest.raises(OptionError, match="have the same peak"):
+        fit(net(), lambda count: torch.ones(4, 32), BUDGET)

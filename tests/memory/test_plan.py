@@ -272,3 +272,46 @@ def test_a_norm_is_dropped_alone_where_the_sum_under_it_stays(ids, plain):
 def test_a_planned_graph_is_proved(ids):
     opt = graphopt.optimize(Model(), ids, memory_budget=0.65, loss_fn=loss_of, verify=True)
     assert any(r.op == "graphopt.add_layer_norm" for r in opt.memory_plan.recompute)
+
+
+class Checkpointed(nn.Module):
+    """Blocks under the user's own checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_the_model_s_own_checkpoints_stay_where_they_keep_the_budget():
+    x = torch.randn(128, 16)
+    own = graphopt.optimize(Checkpointed(), x)
+    opt = graphopt.optimize(Checkpointed(), x, memory_budget="1GiB")
+    assert opt.code == own.code
+    found = opt.memory_plan
+    assert found.recompute
+    assert found.predicted_peak_bytes == found.unplanned_peak_bytes == predict(own.body).peak_bytes
+    with pytest.raises(BudgetError) as caught:
+        graphopt.optimize(Checkpointed(), x, memory_budget=2048)
+    assert caught.value.lowest_bytes <= found.predicted_peak_bytes
+
+
+def test_resident_bytes_are_named_where_they_stand_in_the_way(ids):
+    with pytest.raises(BudgetError, match="resident_bytes, as given"):
+        graphopt.optimize(Model(1), ids, memory_budget=0.9, resident_bytes="1GiB")
+
+
+def test_a_limit_on_rewrites_that_leaves_the_plan_out_is_told(ids):
+    with pytest.warns(graphopt.GraphoptWarning, match="the budget is not kept"):
+        opt = graphopt.optimize(Model(1), ids, memory_budget=0.8, max_rewrites=1)
+    assert opt.memory_plan is None
+
+
+def test_the_next_line_of_explain_keeps_the_budget(ids):
+    assert "memory_budget=0.9)" in repr(graphopt.explain(Model(1), ids, memory_budget=0.9))
