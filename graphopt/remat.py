@@ -87,6 +87,18 @@ def scope(found: Mapping[str, Recipe]) -> contextlib.AbstractContextManager[Any]
 
     Args:
         found: what `recipes` gave for the graph.
+
+    Example:
+        >>> from graphopt.graph.calls import Call, Held
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with scope({"y": Recipe("y", Call(torch.exp, (Held(0),)), ())}):
+        ...     y = torch.exp(x)
+        ...     z = torch.sin(y).sum()
+        ...     drop(y, "y", [x])
+        >>> del y
+        >>> z.backward()  # computes y again
+        >>> torch.equal(x.grad, x.exp() * x.exp().cos())
+        True
     """
     if not found or not torch.is_grad_enabled() or _hooked():
         return contextlib.nullcontext()

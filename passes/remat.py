@@ -275,6 +275,13 @@ def segment_values(body: Body, n: int) -> frozenset[str]:
 
     Raises:
         OptionError: for a number of segments below 1.
+
+    Example:
+        >>> from graphopt import optimize
+        >>> net = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(4)))
+        >>> body = optimize(net, torch.ones(2, requires_grad=True)).body
+        >>> sorted(segment_values(body, 2))
+        ['tanh']
     """
     if n < 1:
         raise OptionError(f"segments={n}", try_="a number of segments from 1")

@@ -247,6 +247,12 @@ def saved_bytes(body: Body) -> dict[str, int]:
 
     The graph runs once on fake tensors, symbolic sizes at their hints. What an op keeps for
     itself (statistics of a norm) belongs to no value and is not counted.
+
+    Example:
+        >>> from graphopt import optimize
+        >>> net = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Sigmoid())
+        >>> saved_bytes(optimize(net, torch.ones(2, requires_grad=True)).body)
+        {'tanh': 8, 'sigmoid': 8}
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = Values.of(body.graph)

@@ -29,6 +29,13 @@ def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str
 
     Raises:
         PassError: when a recipe would need a value that its marker does not hold.
+
+    Example:
+        >>> from graphopt.remat import drop
+        >>> g = fx.Graph(); x = g.placeholder("x"); y = g.call_function(torch.exp, (x,))
+        >>> z = g.call_function(torch.sin, (y,)); _ = g.call_function(drop, (y, "y", [x]))
+        >>> recipes(g)["y"].call.args
+        (Held(index=0),)
     """
     names: dict[fx.Node, str] = {}
     held: dict[str, tuple[fx.Node, ...]] = {}
