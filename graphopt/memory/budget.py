@@ -59,7 +59,9 @@ class Budget:
 
     def __str__(self) -> str:
         """As a user writes it."""
-        return shown(self.size) if self.size is not None else f"{self.fraction:g}"
+        if self.size is not None:
+            return shown(self.size)
+        return "1.0" if self.fraction == 1.0 else f"{self.fraction:g}"
 
 
 def check_budget(budget: Any, name: str = "memory_budget") -> Budget | None:

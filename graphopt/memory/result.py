@@ -49,8 +49,7 @@ class MemoryPlan:
     @property
     def asked(self) -> str:
         """The budget as it is written in a call."""
-        fraction = self.budget.replace(".", "").replace("e-", "").isdigit()
-        return self.budget if fraction else f"'{self.budget}'"
+        return f"'{self.budget}'" if self.budget.endswith("B") else self.budget
 
     def __repr__(self) -> str:
         """A table: the peaks, what is recomputed by module, the curve."""

@@ -88,3 +88,11 @@ def test_the_error_names_the_smallest_peak_and_what_holds_it():
     assert "v8  float32[5x5]" in error.why
     assert "in 3 others" in error.why
     assert "'3.01MiB'" in error.try_  # a budget that is kept
+
+
+@pytest.mark.parametrize("given", [1.0, 0.5, 1e-5, "12GiB", 4096])
+def test_a_budget_is_shown_as_it_can_be_given_again(given):
+    shown = str(check_budget(given))
+    again = shown if shown.endswith("B") else float(shown)
+    assert "." in shown or "e" in shown or shown.endswith("B")
+    assert check_budget(again) == check_budget(given)
