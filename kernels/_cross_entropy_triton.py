@@ -42,8 +42,8 @@ class Shape(NamedTuple):
     programs: int
 
 
-FORWARD = Shape(lines=4, columns=2048, stages=1, programs=1)
-BACKWARD = Shape(lines=4, columns=2048, stages=1, programs=0)
+FORWARD = Shape(lines=8, columns=512, stages=2, programs=1)
+BACKWARD = Shape(lines=2, columns=1024, stages=1, programs=0)
 ALIKE = ["V", "inner", "ignore_index"]  # their divisibility says nothing about alignment
 ROWS_A_STEP = 8192  # of the program that adds the rows' losses
 
