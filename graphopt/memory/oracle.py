@@ -15,6 +15,7 @@ import torch
 from graphopt.emit import ParamRef, Program
 from graphopt.graph.body import Body
 from graphopt.graph.record import Site, site_of
+from graphopt.memory.allocator import allocated_curve
 from graphopt.memory.fakestep import (
     FakeStep,
     LossFn,
@@ -35,9 +36,11 @@ KINDS = (
     "activations",
     "temporaries",
     "workspaces",
+    "slack",
     "resident",
 )
-"""What memory is for, in the order in which it is told."""
+"""What memory is for, in the order in which it is told; "slack" is what CUDA's allocator hands out
+in its blocks beyond what was asked for (see `graphopt.memory.allocator`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Prediction:
             there before the step and `resident_bytes`.
         where: whose work the peak falls into: a node and its phase.
         breakdown: bytes at the peak by `KINDS`; they sum up to the peak.
-        live: what is alive at the peak, the largest first.
+        live: what is alive at the peak, the largest first; with the slack and `resident_bytes` it
+            sums up to the peak.
         timeline: the step from its beginning to its end.
         start_bytes: before the forward.
         end_bytes: after the backward, gradients in place.
@@ -269,11 +273,14 @@ def summarize(
         device: whose allocator it is.
     """
     tracker = run.tracker
-    peak = tracker.peak(start=max(0, run.resident - 1))
     curve = tracker.curve()
+    if device.type == "cuda":
+        curve = allocated_curve(tracker.allocations, tracker.events, run.resident)
+    peak = tracker.peak(start=max(0, run.resident - 1), curve=curve)
     breakdown = dict.fromkeys(KINDS, 0)
     for made in peak.live:
         breakdown[run.kind(made)] += made.bytes
+    breakdown["slack"] = peak.bytes - sum(breakdown.values())
     breakdown["resident"] = resident_bytes
     saved = [a for a in tracker.live_at(run.loss_end - 1) if run.kind(a) == "activations"]
     event = tracker.events[peak.event] if peak.event < len(tracker.events) else -1

@@ -13,6 +13,7 @@ import torch
 from graphopt.errors import OptionError
 from graphopt.options import check_choice, names_checked
 
+EXPANDABLE = "expandable_segments"
 CONF = "PYTORCH_ALLOC_CONF"
 OLD_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable's name up to torch 2.8; where both are set, torch reads this one."""
@@ -138,6 +139,15 @@ def _of_others(share: float | None, tensorflow: bool) -> dict[str, str]:
 
 _unread: set[str] = set()
 """Settings that were written after torch had read its own."""
+
+
+def read_settings() -> list[str]:
+    """The settings in the environment that torch's allocator has read or will read, one by one.
+
+    Empty where they were set after it had read others.
+    """
+    given = os.environ.get(OLD_CONF) or os.environ.get(CONF) or ""
+    return [] if given in _unread else [part.strip() for part in given.split(",") if part.strip()]
 
 
 def _late(conf: str, share: float | None, tensorflow: bool) -> list[str]:
