@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import json
 import pydoc_data.topics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ class Run:
     """What one training showed."""
 
     losses: list[float]
-    ms_per_step: float
+    ms_per_step: float | None
     peak_gib: float | None
     start_s: float
     skipped: int
@@ -152,7 +153,8 @@ def train(
             wait(device)
             warm = time.perf_counter()
     wait(device)
-    ms = (time.perf_counter() - warm) * 1e3 / max(1, args.steps - 5)
+    timed = args.steps - 5  # what is left behind the warm-up
+    ms = (time.perf_counter() - warm) * 1e3 / timed if timed > 0 else None
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     if optimized and args.checkpoint:
         save(args.checkpoint, model, optimizer, scaler, start + args.steps)
@@ -272,8 +274,9 @@ def main() -> None:
     print(f"{'':14s} {'ms a step':>10s} {'peak GiB':>9s} {'first step s':>13s} {'loss':>18s}")
     for name, run in runs.items():
         peak = "-" if run.peak_gib is None else f"{run.peak_gib:.2f}"
+        ms = "-" if run.ms_per_step is None else f"{run.ms_per_step:.2f}"
         losses = f"{run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
-        print(f"{name:14s} {run.ms_per_step:10.2f} {peak:>9s} {run.start_s:13.1f} {losses:>18s}")
+        print(f"{name:14s} {ms:>10s} {peak:>9s} {run.start_s:13.1f} {losses:>18s}")
     if args.precision == "fp16":
         print(f"steps skipped by the GradScaler: {runs['graphopt'].skipped}")
     if args.json:
@@ -282,4 +285,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except graphopt.GraphOptError as error:  # a budget that cannot be kept says what can
+        sys.exit(str(error))
