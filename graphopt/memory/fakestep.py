@@ -47,7 +47,7 @@ class FakeStep:
         loss_end: the event at which the loss was there and backward began.
         loss: what the backward began from, in words.
         gradients: the allocations that parameters and inputs hold as `.grad` in the end.
-        unknown: operations whose memory inside could not be measured.
+        unknown: operations whose memory inside could not be found out.
     """
 
     tracker: StorageTracker
@@ -276,7 +276,7 @@ class Recorder:
             )
         for made in gradients:
             made.kind = "gradients"
-        unknown = tuple(sorted(self.inside.unknown))
+        unknown = tuple(sorted(self.inside.unknown | self._inner.unknown))
         return FakeStep(tracker, start, forward_end, loss_end, said, gradients, unknown)
 
 

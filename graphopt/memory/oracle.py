@@ -295,7 +295,7 @@ def summarize(
         saved_bytes=sum(a.bytes for a in saved),
         loss=run.loss,
         device=str(device),
-        notes=tuple(f"what {op} takes inside could not be measured" for op in run.unknown),
+        notes=tuple(f"what {op} takes inside is not known" for op in run.unknown),
     )
 
 

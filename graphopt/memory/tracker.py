@@ -77,7 +77,7 @@ class StorageTracker(TorchDispatchMode):
         where: called at each operation; says who runs it, for `Allocation.label`.
         watch: called after each operation with the operation, its arguments and its result.
         within: operation -> a function to run in its place, whose own operations are followed,
-            or None to run the operation as it is.
+            or None to run the operation as it is; so does a function that returns NotImplemented.
         only: follow only tensors on a device of this type.
         takes_over: says of an operation whether its result takes the place of its first operand.
 
@@ -128,10 +128,11 @@ class StorageTracker(TorchDispatchMode):
         label = self._where() if self._where is not None else None
         over = self._takes_over is not None and self._takes_over(func, args)
         instead = self._within(func, args, kwargs) if self._within is not None else None
+        out = NotImplemented
         if instead is not None:
             with self:
                 out = instead(*args, **kwargs)
-        else:
+        if out is NotImplemented:
             out = func(*args, **kwargs)
         if over:
             key = args[0].untyped_storage()._cdata

@@ -10,7 +10,7 @@ from graphopt.bench.trace import peak_allocated, record
 from graphopt.capture.export import capture
 from graphopt.emit import Program
 from graphopt.errors import OptionError
-from graphopt.memory import device
+from graphopt.memory import device, inner
 from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
 from graphopt.memory.tracker import StorageTracker
@@ -277,6 +277,23 @@ def test_what_is_wrong_with_a_loss_is_said_of_loss_fn(loss_fn, text):
     body = capture(mlp(), (torch.randn(8, 16),)).body
     with pytest.raises(OptionError, match=text):
         predict(body, loss_fn=loss_fn)
+
+
+def test_an_operator_that_cannot_be_followed_inside_takes_its_fake_form(monkeypatch):
+    def fails(*args, **kwargs):
+        raise TypeError("no values")
+
+    opt = graphopt.optimize(mlp(), (torch.randn(32, 16),))
+    norm = torch.ops.graphopt.layer_norm.default
+    body = opt.body
+    assert any(n.target is norm for n in body.graph.nodes)
+    name = "graphopt::norm_forward"
+    real = inner.implementation
+    monkeypatch.setattr(
+        inner, "implementation", lambda f: fails if f._schema.name == name else real(f)
+    )
+    found = predict(body, loss_fn=mean_square)
+    assert found.notes == ("what graphopt.norm_forward takes inside is not known",)
 
 
 class Branches(nn.Module):
