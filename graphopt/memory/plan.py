@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -312,9 +313,11 @@ class _Asked:
         """The fastest plan that the oracle finds within a limit, or the tightest there is.
 
         The replay is off by little, and much the same for neighbours: where the oracle finds more
-        than the replay said, the next try aims lower by as much.
+        than the replay said, the next try aims lower by as much. On a GPU the oracle counts the
+        slack of the allocator's blocks, too, which is some percent and another for each plan.
         """
         judged: dict[int, _Found] = {}
+        last = len(points) - 1
 
         def judge(n: int) -> _Found:
             if n not in judged:
@@ -322,22 +325,31 @@ class _Asked:
                 judged[n] = _Found(points[n], body, self.predicted(body), rewrites)
             return judged[n]
 
+        def fits(n: int) -> bool:
+            return judge(n).prediction.peak_bytes <= limit
+
+        def excesses() -> list[int]:
+            return [f.prediction.peak_bytes - f.choice.peak for f in judged.values()]
+
         n = _first(points, limit)
         for _ in range(TRIES):
-            found = judge(n)
-            over = found.prediction.peak_bytes - limit
-            if over <= 0 or n == len(points) - 1:
+            if fits(n) or n == last:
                 break
-            n = max(n + 1, _first(points, points[n].peak - over))
-        if judge(n).prediction.peak_bytes > limit:
-            n = len(points) - 1
-            return min((judge(n), *judged.values()), key=lambda f: f.prediction.peak_bytes)
-        low = max((m for m, f in judged.items() if f.prediction.peak_bytes > limit), default=n - 1)
-        for _ in range(2):  # a faster plan between the last that failed and this one
+            n = max(n + 1, _first(points, limit - max(excesses())))
+        if not fits(n):
+            n = last
+        if not fits(n):  # the tightest by the replay may have more slack than those before it
+            near = (m for m in range(last - 1, -1, -1) if m not in judged)
+            near = (m for m in near if points[m].peak + min(excesses()) <= limit)
+            n = next((m for m in itertools.islice(near, TRIES) if fits(m)), last)
+        if not fits(n):
+            return min(judged.values(), key=lambda f: f.prediction.peak_bytes)
+        low = max((m for m in judged if m < n and not fits(m)), default=n - 1)
+        for _ in range(2 if n < last else TRIES):  # a faster plan after the last that failed
             middle = (low + n) // 2
             if middle in (low, n):
                 break
-            if judge(middle).prediction.peak_bytes <= limit:
+            if fits(middle):
                 n = middle
             else:
                 low = middle
