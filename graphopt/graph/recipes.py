@@ -84,12 +84,13 @@ def marked(marker: fx.Node) -> Mark:
 def again(node: fx.Node) -> Call:
     """The call, over nodes, that gives a node's value again.
 
-    The op itself; for a batch norm in training one that leaves out its running statistics, which
-    forward has written meanwhile.
+    The op itself; for a batch norm in training one that writes its running statistics, which
+    forward has replaced meanwhile, nowhere.
     """
     if node.target is torch.ops.graphopt.batch_norm.default:
-        x, weight, bias, _mean, _var, momentum, eps = node.args
-        return Call(_batch_norm, (x, weight, bias, momentum, eps))
+        x, weight, bias, mean, _var, momentum, eps = node.args
+        dtype = mean.meta["val"].dtype  # type: ignore[union-attr]
+        return Call(_batch_norm, (x, weight, bias, dtype, momentum, eps))
     total = sum_of(node)
     if total is not None:
         return _norm_of(node.args[0], total)  # type: ignore[arg-type]
@@ -121,9 +122,14 @@ def _norm_of(op: fx.Node, total: fx.Node) -> Call:
     return Call(norm, (total,), more)
 
 
-def _batch_norm(x: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Any:
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, dtype: torch.dtype, momentum: float, eps: float
+) -> Any:
+    # Statistics of any value, since training reads none; their dtype decides how y is rounded.
+    # Wider where x is: the recipe runs in float64, too.
+    mean, var = x.new_empty((2, x.shape[1]), dtype=torch.promote_types(dtype, x.dtype)).unbind()
     cudnn = torch.backends.cudnn.enabled
-    args = (x, weight, bias, None, None, True, momentum, eps, cudnn)
+    args = (x, weight, bias, mean, var, True, momentum, eps, cudnn)
     return (torch.ops.aten.batch_norm.default(*args),)
 
 

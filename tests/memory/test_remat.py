@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from remat_models import GPT, MODELS, ConvNet, case, droppable, dropped, dropping, same
+from remat_models import (
+    GPT,
+    MODELS,
+    ConvNet,
+    case,
+    droppable,
+    dropped,
+    dropping,
+    everything,
+    same,
+)
 from torch import nn
 
 import graphopt
@@ -54,6 +64,19 @@ def test_batch_norm_counts_a_batch_once() -> None:
         F.relu(model(x)).sum().backward()
     assert same(list(eager.buffers()), list(opt.source.buffers()))
     assert eager.bn1.num_batches_tracked == 1
+
+
+def test_batch_norm_without_weights_rounds_as_in_forward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6))
+    x = torch.randn(32, 6)
+    found = []
+    for choose in (lambda names: [], everything):
+        opt = dropping(copy.deepcopy(model), choose, "bf16")
+        opt(x).float().sin().sum().backward()
+        found.append([p.grad for p in opt.parameters()])
+    assert "batch_norm_default" in opt.entry.program.recipes
+    assert same(*found)
 
 
 # -------------------------------------------------------------------------------------- reasons
