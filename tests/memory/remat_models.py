@@ -171,9 +171,18 @@ class Case:
     def __init__(self, name: str, precision: str | None = None) -> None:
         torch.manual_seed(0)
         make, inputs = MODELS[name]
-        self.model, self.x = make(), inputs()
-        opt = dropping(self.model, lambda names: [], precision)
-        self.entry = opt.capture((self.x,))
+        self._capture(make(), (inputs(),), precision)
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: tuple[Any, ...], precision: str | None = None) -> Case:
+        self = cls.__new__(cls)
+        self._capture(model, inputs, precision)
+        return self
+
+    def _capture(self, model: nn.Module, inputs: tuple[Any, ...], precision: str | None) -> None:
+        self.model, self.inputs, self.x = model, inputs, inputs[0]
+        opt = dropping(model, lambda names: [], precision)
+        self.entry = opt.capture(inputs)
         self.body = self.entry.compiled.body
         self.names = droppable(self.body)
         self.plain = self.step([])
@@ -185,12 +194,12 @@ class Case:
         """Outputs, what mutations write, and every gradient, with some values dropped."""
         program = self.program(names, offload)
         torch.manual_seed(1)
-        values = program(self.x)
-        y = values[0].float()
-        upstream = torch.linspace(-1, 1, y.numel()).view(y.shape)
-        wanted = [t for t in (self.x, *self.model.parameters()) if t.requires_grad]
-        grads = torch.autograd.grad(y, wanted, upstream)
-        return [*(v.detach() for v in values), *grads]
+        values = program(*self.inputs)
+        roots = [y for y in values if y.requires_grad]
+        sent = [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype) for y in roots]
+        wanted = [t for t in (*self.inputs, *self.model.parameters()) if t.requires_grad]
+        grads = torch.autograd.grad(roots, wanted, sent, allow_unused=True)
+        return [*(v.detach() for v in values), *(g for g in grads if g is not None)]
 
 
 @functools.cache

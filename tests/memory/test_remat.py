@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from remat_models import (
     GPT,
     MODELS,
+    Case,
     ConvNet,
     case,
     droppable,
@@ -33,6 +34,7 @@ from graphopt.passes.base import Log
 from graphopt.passes.clean import Clean
 from graphopt.passes.remat import Rematerialize, reasons, saved_bytes, segment_values
 from graphopt.remat import is_marker
+from graphopt.testing.programs import random_program
 
 CASES = [(name, None) for name in MODELS] + [("gpt", "bf16"), ("conv", "bf16")]
 
@@ -53,6 +55,13 @@ def test_a_step_that_drops_any_values_is_equal_to_the_bit(name, precision, data)
     found = case(name, precision)
     names = data.draw(st.sets(st.sampled_from(found.names)))
     assert same(found.step(names), found.plain)
+
+
+@pytest.mark.parametrize(("seed", "precision"), [(21, None), (407, "bf16"), (434, "bf16")])
+def test_programs_that_once_rounded_otherwise(seed, precision) -> None:
+    program = random_program(seed)
+    found = Case.of(program.build(), program.example_inputs(1), precision)
+    assert same(found.step(found.names), found.plain)
 
 
 def test_batch_norm_counts_a_batch_once() -> None:
