@@ -135,7 +135,7 @@ class CachingAllocator:
 
     def _best(self, wanted: int, small: bool) -> Block | None:
         free = self._free[small]
-        at = bisect.bisect_left(free, (wanted, -1))  # type: ignore[arg-type]  # shorter sorts first
+        at = bisect.bisect_left(free, (wanted, -1))
         return free.pop(at)[2] if at < len(free) else None
 
     def _new(self, wanted: int, small: bool) -> Block:
@@ -191,7 +191,7 @@ class CachingAllocator:
 
     def _drop(self, block: Block) -> None:
         free = self._free[block.small]
-        del free[bisect.bisect_left(free, (block.size, block.address))]  # type: ignore[arg-type]
+        del free[bisect.bisect_left(free, (block.size, block.address))]
 
 
 def rounded(size: int) -> int:

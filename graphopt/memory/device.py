@@ -57,6 +57,8 @@ MEASURED = (
     "sort",
     "topk",
     "cumsum",
+    "_safe_softmax",  # a softmax, a mask of what was masked, and their choice
+    "_softmax_backward_data",  # multiplies gradient and result beforehand
     # reductions: over many rows they write partial results, which may outweigh their operand
     "sum",
     "mean",

@@ -273,9 +273,7 @@ def summarize(
         device: whose allocator it is.
     """
     tracker = run.tracker
-    curve = tracker.curve()
-    if device.type == "cuda":
-        curve = allocated_curve(tracker.allocations, tracker.events, run.resident)
+    curve = curve_of(run, device)
     peak = tracker.peak(start=max(0, run.resident - 1), curve=curve)
     breakdown = dict.fromkeys(KINDS, 0)
     for made in peak.live:
@@ -297,6 +295,14 @@ def summarize(
         device=str(device),
         notes=tuple(f"what {op} takes inside is not known" for op in run.unknown),
     )
+
+
+def curve_of(run: FakeStep, device: torch.device) -> list[int]:
+    """Bytes that the allocator of a device has handed out after each event of a step."""
+    tracker = run.tracker
+    if device.type != "cuda":
+        return tracker.curve()
+    return allocated_curve(tracker.allocations, tracker.events, run.resident)
 
 
 def holder(made: Allocation, kind: str, sites: Callable[[Label], Site]) -> Holder:

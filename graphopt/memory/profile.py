@@ -27,7 +27,16 @@ from graphopt.memory.eager import device_of, run_model
 from graphopt.memory.fakestep import FakeStep, LossFn
 from graphopt.memory.labels import LOSS, Label
 from graphopt.memory.measured import measured_peak
-from graphopt.memory.oracle import KINDS, Holder, Prediction, Sites, holder, run_body, summarize
+from graphopt.memory.oracle import (
+    KINDS,
+    Holder,
+    Prediction,
+    Sites,
+    curve_of,
+    holder,
+    run_body,
+    summarize,
+)
 from graphopt.memory.shares import (
     ELSEWHERE,
     Group,
@@ -327,7 +336,8 @@ def _profile(
     measured: int | None,
     notes: list[str],
 ) -> MemoryProfile:
-    peak = step.tracker.peak(start=max(0, step.resident - 1)).live
+    curve = curve_of(step, how.device)
+    peak = step.tracker.peak(start=max(0, step.resident - 1), curve=curve).live
 
     def held(made: Allocation) -> Holder:
         return holder(made, step.kind(made), sites)
