@@ -189,8 +189,9 @@ def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args)
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     parts = _chunks(rows, weight, chunk_bytes)
     dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs[0] else None
-    dweight = _Sum(x, *parameters[0], len(parts)) if needs[1] or needs[_MASTER] else None
-    dbias = _Sum(x, *parameters[1], len(parts)) if needs[2] or needs[_MASTER + 1] else None
+    count = len(parts)
+    dweight = _Sum(x, parameters[0], count) if needs[1] or needs[_MASTER] else None
+    dbias = _Sum(x, parameters[1], count) if needs[2] or needs[_MASTER + 1] else None
     grad = grads[0].reshape(-1) if options[0] == NONE else grads[0]
     for a, b in parts:
         slope = invoke(
@@ -222,8 +223,11 @@ _MASTER = Call._fields.index("master")
 class _Sum:
     """The gradient of a parameter, added over chunks in float32 and rounded once."""
 
-    def __init__(self, x: torch.Tensor, shape: Any, dtype: torch.dtype, count: int) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, x.device
+    def __init__(
+        self, x: torch.Tensor, parameter: tuple[torch.Size, torch.dtype], count: int
+    ) -> None:
+        self.shape, self.dtype = parameter
+        self.device, dtype = x.device, self.dtype
         # One chunk alone is rounded by its product.
         self.wide = dtype if count == 1 else torch.promote_types(dtype, torch.float32)
         self.total: torch.Tensor | None = None

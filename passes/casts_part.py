@@ -185,7 +185,8 @@ def _is_movable(
 
 def _fills(node: fx.Node, low: torch.dtype) -> bool:
     """Whether an op puts a number between elements that is the same in low precision."""
-    name = FILLS.get(node.target)
+    target: Any = node.target
+    name = FILLS.get(target)
     if name is None:
         return False
     if node.target is aten.pad.default and ops.argument(node, "mode") != "constant":

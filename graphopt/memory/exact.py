@@ -177,14 +177,17 @@ class _Model:
             self.at_most({made: 1, ("p", k, e): 1, alive: -1}, 1)
             for r in self.readers[k]:
                 if r >= i:
-                    now = {("m", r, e): 1.0} | ({("m", r, e - 1): -1.0} if e else {})
-                    self.at_most({made: 1, **now, alive: -1}, 1)
+                    now: dict[Hashable, float] = {made: 1, ("m", r, e): 1, alive: -1}
+                    if e:
+                        now[("m", r, e - 1)] = -1
+                    self.at_most(now, 1)
             terms[alive] = self.values[k].bytes
         free = self.limit - self.timeline.before[step] - v.bytes - v.transient
         much = 2 * max(max(self.timeline.peak), sum(u.bytes + u.transient for u in self.values), 1)
-        self.at_most(
-            {**terms, ("m", i, e): much} | ({("m", i, e - 1): -much} if e else {}), free + much
-        )
+        terms[("m", i, e)] = much
+        if e:
+            terms[("m", i, e - 1)] = -much
+        self.at_most(terms, free + much)
 
     def solved(self, seconds: float) -> frozenset[int] | None:
         """The values to drop, None where no plan keeps the limit."""

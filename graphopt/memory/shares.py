@@ -149,13 +149,16 @@ def groups(live: Sequence[Holder], op_of: Callable[[Holder], str]) -> tuple[Grou
         found.setdefault(key, []).append(h)
     made = [
         Group(
-            *key[:2],
+            what,
+            op,
             next(iter(fold(map(module_of, members)))) or "(root)",
-            *key[3:],
+            place,
+            dtype,
+            shape,
             count=len(members),
             bytes=sum(h.bytes for h in members),
         )
-        for key, members in found.items()
+        for (what, op, _, place, dtype, shape), members in found.items()
     ]
     return tuple(sorted(made, key=lambda g: -g.bytes))
 

@@ -75,7 +75,7 @@ def test_nothing_fits():
         ((batch_of, BUDGET), {"multiple_of": 0}, "multiple_of is 0"),
         ((lambda n: None, BUDGET), {}, r"make_inputs\(1\) is None"),
         ((lambda n: (1, 2, 3), BUDGET), {}, "do not fit the forward"),
-        ((batch_of, BUDGET), {"precison": "bf16"}, "no option 'precison'"),
+        ((batch_of, BUDGET), {"batchsize": 2}, "no option 'batchsize'"),
     ],
 )
 def test_wrong_arguments(arguments, options, what):
