@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -328,20 +327,17 @@ class _Asked:
         def fits(n: int) -> bool:
             return judge(n).prediction.peak_bytes <= limit
 
-        def excesses() -> list[int]:
-            return [f.prediction.peak_bytes - f.choice.peak for f in judged.values()]
-
         n = _first(points, limit)
         for _ in range(TRIES):
             if fits(n) or n == last:
                 break
-            n = max(n + 1, _first(points, limit - max(excesses())))
+            worst = max(f.prediction.peak_bytes - f.choice.peak for f in judged.values())
+            n = max(n + 1, _first(points, limit - worst))
         if not fits(n):
             n = last
         if not fits(n):  # the tightest by the replay may have more slack than those before it
-            near = (m for m in range(last - 1, -1, -1) if m not in judged)
-            near = (m for m in near if points[m].peak + min(excesses()) <= limit)
-            n = next((m for m in itertools.islice(near, TRIES) if fits(m)), last)
+            near = [m for m in range(last) if m not in judged and points[m].peak <= limit]
+            n = next((m for m in near[: -TRIES - 1 : -1] if fits(m)), last)
         if not fits(n):
             return min(judged.values(), key=lambda f: f.prediction.peak_bytes)
         low = max((m for m in judged if m < n and not fits(m)), default=n - 1)
