@@ -59,9 +59,12 @@ class MergeLinear:
         for node in body.graph.nodes:
             if node.op == "call_function" and node.target is aten.linear.default:
                 siblings.setdefault(node.args[0], []).append(node)
+        seen = collections.Counter(
+            id(body.attribute(str(n.target))) for n in body.graph.nodes if n.op == "get_attr"
+        )
         for linears in siblings.values():
             if len(linears) > 1 and log.room:
-                _merge_siblings(linears, body, log)
+                _merge_siblings(linears, body, log, seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +94,17 @@ class Member:
         return int(self.casts[0].meta["val"].shape[1])
 
 
-def _merge_siblings(linears: list[fx.Node], body: Body, log: Log) -> None:
-    """Merge the linears that read one input, in groups that are alike."""
-    seen = collections.Counter(
-        id(body.attribute(str(n.target))) for n in body.graph.nodes if n.op == "get_attr"
-    )
+def _merge_siblings(
+    linears: list[fx.Node], body: Body, log: Log, seen: collections.Counter[int]
+) -> None:
+    """Merge the linears that read one input, in groups that are alike.
+
+    Args:
+        linears: they read one input.
+        body: theirs.
+        log: of the passes.
+        seen: how often the graph reads each tensor of state, by its id.
+    """
     members: list[Member] = []
     wide: list[fx.Node] = []
     for linear in linears:
