@@ -11,7 +11,8 @@ A dispatch mode sees what an operation returns, not what it allocates inside. Th
 - graphopt's kernels allocate in their launch functions, which run on fake tensors with the kernels
   themselves left out.
 
-On the CPU a few operations are known by their source.
+On the CPU a few operations are known by their source, and oneDNN's are measured
+(`graphopt.memory.cpucalls`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from graphopt.cost.kept import load, store
+from graphopt.memory.cpucalls import FILE, cpu_bytes, described, takes_inside, zeros
 from graphopt.memory.labels import Label
 from graphopt.memory.tracker import Allocation, StorageTracker, storages_of
 
@@ -153,6 +155,11 @@ class Inside:
 
     def _bytes(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         if self.device.type != "cuda":
+            if self._real and takes_inside(name, out):
+                found = cpu_bytes(func, args, kwargs, out)
+                if found is not None:
+                    return found
+                self.unknown.add(name)
             known = _ON_CPU.get(name)
             return known(args, out) if known is not None else 0
         if not self._real or name not in MEASURED:
@@ -249,7 +256,6 @@ _ON_CPU: dict[str, Callable[[Any, Any], int]] = {
 
 _known: dict[str, int] = {}
 _lock = threading.Lock()
-FILE = "workspaces.json"
 
 
 def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
@@ -264,7 +270,7 @@ def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     if not tensors:
         return 0
     device = tensors[0].device
-    key = f"{torch.__version__} {func} {[_described(v) for v in leaves]}"
+    key = f"{torch.__version__} {func} {[described(v) for v in leaves]}"
     with _lock:
         if not _known:
             _known.update(load(FILE, torch.cuda.get_device_name(device)))
@@ -279,16 +285,10 @@ def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     return found
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}{list(value.stride())}"
-    return str(value)
-
-
 def _measure(func: Any, args: Any, kwargs: Any, device: torch.device) -> int | None:
     try:
         with torch.random.fork_rng(devices=[device]):
-            real = tree_map(_zeros, (args, kwargs))
+            real = tree_map(zeros, (args, kwargs))
             func(*real[0], **real[1])  # the first call builds plans and takes lasting workspaces
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -303,14 +303,6 @@ def _measure(func: Any, args: Any, kwargs: Any, device: torch.device) -> int | N
             return max(0, peak - before - kept)
     except (RuntimeError, TypeError):  # no memory for it, or arguments that must not be zero
         return None
-
-
-def _zeros(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return made.zero_()
 
 
 @contextlib.contextmanager

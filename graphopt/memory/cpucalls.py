@@ -1,0 +1,179 @@
+"""What oneDNN takes inside convolutions and products of reduced precision, by one call each.
+
+Which kernel oneDNN picks, and in which layout it wants its operands, is its own affair: it depends
+on the processor, the sizes, the dtypes and the number of threads. So a call of each kind and size
+runs once on zeros, and its allocations are followed one by one. What is found is kept on disk.
+
+Torch's allocator tells of an allocation only to its profilers. The older of the two is the one
+that fits here: it sees one thread, keeps the order, and refuses to start inside another one, where
+the newer would end that.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from graphopt.cost.dispatched import dispatched_cost
+from graphopt.cost.kept import load, store
+from graphopt.memory.tracker import storages_of
+
+FILE = "workspaces.json"
+"""Holds what was measured, of every device."""
+
+MOST_FLOPS = 2e10
+"""A call that computes more is not run: a second or so for most processors."""
+MOST_BYTES = 2**30
+"""Nor is one whose operands and results take more."""
+
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_known: dict[str, dict[str, int]] = {}
+_lock = threading.Lock()
+
+
+def takes_inside(name: str, out: Any) -> bool:
+    """Whether oneDNN may run an operation, so that its inner allocations must be measured.
+
+    Products in float32 are the BLAS's own, unless `torch.set_float32_matmul_precision` allows less.
+
+    Args:
+        name: of the ATen operation, "mm".
+        out: what it returned.
+    """
+    if name in _CONVOLUTIONS:
+        return True
+    return name in _PRODUCTS and (
+        out.dtype in (torch.bfloat16, torch.float16)
+        or (out.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+    )
+
+
+def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Bytes that one call on the CPU holds inside at most, beside its results.
+
+    Each kind and size of call runs once a machine and number of threads, on new tensors of zeros.
+
+    Args:
+        func: the operation.
+        args: positional arguments; their tensors may be fake.
+        kwargs: keyword arguments.
+        out: what it returned.
+
+    Returns:
+        None where the call fails on zeros or is too large (`MOST_FLOPS`, `MOST_BYTES`), or a
+        profiler is running already.
+
+    Example:
+        >>> a = torch.zeros(8, 8)
+        >>> cpu_bytes(torch.ops.aten.relu.default, (a,), {}, a)
+        0
+    """
+    leaves, _ = tree_flatten((args, kwargs))
+    key = f"{_settings()} {func} {[described(v) for v in leaves]}"
+    device = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    with _lock:
+        known = _known.setdefault(device, {})
+        if not known:
+            known.update(_counts(load(FILE, device)))
+        if key in known:
+            return known[key]
+    operands = [*storages_of(leaves), *storages_of(out)]
+    if (
+        sum(t.nbytes for t in operands) > MOST_BYTES
+        or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS
+    ):
+        return None
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found = _measure(func, args, kwargs)
+    if found is not None:
+        with _lock:
+            known[key] = found
+            store(FILE, device, dict(known))
+    return found
+
+
+def described(value: Any) -> str:
+    """An argument as far as a call's memory depends on it."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}"
+    return str(value)
+
+
+def zeros(value: Any) -> Any:
+    """A tensor of zeros of the sizes, strides and dtype of another; else the value itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return made.zero_()
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor as it calls itself, with family and model where the system tells them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:  # not Linux
+        text = ""
+    pairs = [[part.strip() for part in line.partition(":")[::2]] for line in text.splitlines()]
+    named = [f"{k} {v}" for k, v in pairs if k in ("model name", "cpu family", "model")]
+    return ", ".join(named) or platform.processor() or platform.machine()
+
+
+def _settings() -> str:
+    """What else decides which kernel runs."""
+    mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    matmul = torch.get_float32_matmul_precision()
+    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {mkldnn} {matmul}"
+
+
+def _counts(kept: dict[str, Any]) -> dict[str, int]:
+    """The entries of a file that can be meant."""
+    return {k: v for k, v in kept.items() if type(v) is int and v >= 0}
+
+
+def _measure(func: Any, args: Any, kwargs: Any) -> int | None:
+    try:
+        given, named = tree_map(zeros, (args, kwargs))
+        func(*given, **named)  # the first call builds what is kept for the next ones
+        results: list[Any] = []
+        peak = _peak(lambda: results.append(func(*given, **named)))
+    except (RuntimeError, TypeError):  # no memory, a dtype that it lacks, a profiler runs already
+        return None
+    if peak is None:
+        return None
+    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in storages_of(results)}
+    return max(0, peak - sum(made.values()))
+
+
+def _peak(run: Callable[[], None]) -> int | None:
+    """The most bytes that a function holds at once; None where this torch cannot tell.
+
+    Raises:
+        RuntimeError: where a profiler runs already.
+    """
+    try:
+        from torch._C._autograd import _disable_profiler_legacy
+        from torch.autograd.profiler_legacy import profile
+    except ImportError:  # it is deprecated
+        return None
+    profile(profile_memory=True)._start_trace()
+    try:
+        run()
+    finally:
+        threads: Any = _disable_profiler_legacy()
+    held = most = 0
+    for record in (r for records in threads for r in records):
+        if record.kind() == "memory_alloc":
+            held += record.cpu_memory_usage()
+            most = max(most, held)
+    return most

@@ -1,0 +1,162 @@
+"""What oneDNN takes inside on the CPU: predictions against the profiler, the file of calls."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import graphopt
+from graphopt.bench.trace import peak_allocated, record
+from graphopt.errors import GraphoptWarning
+from graphopt.memory import cpucalls, device
+from graphopt.memory.oracle import predict
+
+CONVOLUTION = torch.ops.aten.convolution.default
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """No file but the test's own, and nothing known."""
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpucalls, "_known", {})
+    return tmp_path
+
+
+def _depthwise(channels=16):
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.Conv2d(channels, channels, 7, padding=3, groups=channels),
+        nn.GELU(),
+        nn.Conv2d(channels, 2 * channels, 1),
+    )
+
+
+def _thin():
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 1, 1))
+
+
+def _mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def _transposed():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ConvTranspose2d(8, 3, 3, stride=2))
+
+
+def _loss(result):
+    return result.float().square().mean()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("make", [_depthwise, _thin, _mlp, _transposed])
+def test_prediction_is_the_real_peak(make, precision):
+    model, x = make(), torch.randn(4, 3, 16, 16)
+    opt = graphopt.optimize(model, (x,), precision=precision)
+    found = predict(opt.body, loss_fn=_loss)
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        _loss(opt(x)).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    added = peak_allocated(record(step, cuda=False, memory=True))
+    assert found.peak_bytes == pytest.approx(found.start_bytes + added, rel=0.01)
+    assert found.notes == ()
+
+
+def _call(batch=2):
+    x, w = torch.zeros(batch, 16, 8, 8), torch.zeros(16, 1, 7, 7)
+    args = (x, w, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 16)
+    return CONVOLUTION, args, {}, torch.zeros_like(x)
+
+
+def test_a_call_runs_once_a_machine(own_cache, monkeypatch):
+    found = cpucalls.cpu_bytes(*_call())
+    assert found is not None
+    monkeypatch.setattr(cpucalls, "_known", {})
+    monkeypatch.setattr(cpucalls, "_measure", None)  # not called: read from the file
+    assert cpucalls.cpu_bytes(*_call()) == found
+
+
+def test_another_number_of_threads_is_measured_anew(monkeypatch):
+    cpucalls.cpu_bytes(*_call())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr(cpucalls, "_measure", lambda *call: 123)
+    assert cpucalls.cpu_bytes(*_call()) == 123
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1, "devices": []}'])
+def test_a_damaged_file_counts_as_none(own_cache, text):
+    (own_cache / cpucalls.FILE).write_text(text)
+    assert cpucalls.cpu_bytes(*_call()) is not None
+    assert json.loads((own_cache / cpucalls.FILE).read_text())["devices"]  # and it is whole again
+
+
+@pytest.mark.parametrize("wrong", ["12", None, -1, 1.5, True])
+def test_an_entry_that_is_no_count_is_measured_anew(own_cache, monkeypatch, wrong):
+    found = cpucalls.cpu_bytes(*_call())
+    path = own_cache / cpucalls.FILE
+    data = json.loads(path.read_text())
+    for entry in data["devices"].values():
+        entry.update(dict.fromkeys(entry, wrong))
+    path.write_text(json.dumps(data))
+    monkeypatch.setattr(cpucalls, "_known", {})
+    assert cpucalls.cpu_bytes(*_call()) == found
+
+
+def test_a_file_that_cannot_be_written_is_told_once(own_cache, monkeypatch):
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(own_cache / "file" / "below"))
+    monkeypatch.setattr("graphopt.cost.kept._told", set())
+    with pytest.warns(GraphoptWarning, match="could not be kept"):
+        found = cpucalls.cpu_bytes(*_call())
+    assert found is not None
+    monkeypatch.setattr(cpucalls, "_measure", None)
+    assert cpucalls.cpu_bytes(*_call()) == found  # it holds for this process
+
+
+@pytest.mark.parametrize("limit", ["MOST_FLOPS", "MOST_BYTES"])
+def test_a_call_that_is_too_large_is_not_run_and_the_prediction_says_so(monkeypatch, limit):
+    monkeypatch.setattr(cpucalls, limit, 1)
+    opt = graphopt.optimize(_thin(), (torch.randn(2, 3, 8, 8),))
+    monkeypatch.setattr(cpucalls, "_measure", None)
+    notes = predict(opt.body, loss_fn=_loss).notes
+    assert "what convolution takes inside is not known" in notes
+
+
+def test_a_profiler_of_the_user_s_is_left_alone(own_cache):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        assert cpucalls.cpu_bytes(*_call()) is None
+        torch.ones(3).exp()
+    assert any(e.name == "aten::exp" for e in seen.events())
+    assert cpucalls.cpu_bytes(*_call()) is not None  # and the next time it is measured
+
+
+def test_products_in_float32_are_measured_only_where_less_is_allowed():
+    half, full = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2)
+    assert cpucalls.takes_inside("mm", half)
+    assert not cpucalls.takes_inside("mm", full)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert cpucalls.takes_inside("mm", full)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_autocast_and_random_state_do_not_reach_a_measured_call():
+    a = torch.zeros(32, 64)
+    call = torch.ops.aten.mm.default, (a, a.t()), {}, torch.zeros(32, 32)
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cpucalls.cpu_bytes(*call) == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_counting_for_a_gpu_runs_nothing_here(monkeypatch):
+    opt = graphopt.optimize(_thin(), (torch.randn(2, 3, 8, 8),))
+    monkeypatch.setattr(device, "cpu_bytes", None)
+    assert predict(opt.body, loss_fn=_loss, device="cuda").peak_bytes
