@@ -78,6 +78,9 @@ def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         0
     """
     leaves, _ = tree_flatten((args, kwargs))
+    operands = [*storages_of(leaves), *storages_of(out)]
+    if any(t.device.type != "cpu" for t in operands):  # a model on `meta` is counted, not run
+        return 0
     key = f"{_settings()} {func} {[described(v) for v in leaves]}"
     device = f"{cpu_name()}, {torch.get_num_threads()} threads"
     with _lock:
@@ -86,7 +89,6 @@ def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
             known.update(_counts(load(FILE, device)))
         if key in known:
             return known[key]
-    operands = [*storages_of(leaves), *storages_of(out)]
     if (
         sum(t.nbytes for t in operands) > MOST_BYTES
         or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS

@@ -160,3 +160,8 @@ def test_counting_for_a_gpu_runs_nothing_here(monkeypatch):
     opt = graphopt.optimize(_thin(), (torch.randn(2, 3, 8, 8),))
     monkeypatch.setattr(device, "cpu_bytes", None)
     assert predict(opt.body, loss_fn=_loss, device="cuda").peak_bytes
+
+
+def test_a_model_on_meta_is_counted_without_a_call(own_cache):
+    graphopt.profile_memory(_thin().to("meta"), torch.randn(2, 3, 8, 8, device="meta"))
+    assert not (own_cache / cpucalls.FILE).exists()
