@@ -44,7 +44,7 @@ def test_products_of_forward_and_backward_take_a_workspace_each(monkeypatch):
     assert found.start_bytes > 2 * 2**20  # kept from the step before
 
 
-def test_a_cpu_build_makes_no_fake_cuda_tensors():
+def test_a_cpu_build_makes_no_fake_cuda_tensors(tmp_path):
     # A fake CUDA tensor that requires a gradient ends the process where torch has no CUDA.
     code = (
         "import torch, graphopt; from graphopt.memory.oracle import predict; "
@@ -52,7 +52,8 @@ def test_a_cpu_build_makes_no_fake_cuda_tensors():
         "predict(opt.body, device='cuda')"
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=False)
     assert found.returncode == 0, found.stderr
 
 

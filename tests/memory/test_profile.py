@@ -270,9 +270,9 @@ def test_command_writes_a_file_or_says_why_not(tmp_path, monkeypatch, capsys):
     assert "resident_bytes is -3" in capsys.readouterr().err
 
 
-def test_importing_graphopt_loads_no_matplotlib():
+def test_importing_graphopt_loads_no_matplotlib(tmp_path):
     code = "import sys, graphopt; graphopt.profile_memory; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
 @pytest.mark.gpu

@@ -174,7 +174,7 @@ RULES = [
         "my_relu",
         "wrong_rules.py",
         "ZeroDivisionError",
-        "-my_relu",
+        "your rules=",
     ),
     ruled(
         "a check that returns True",

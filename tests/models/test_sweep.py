@@ -17,7 +17,7 @@ from torch import nn
 from zoo import Entry
 
 from graphopt.luck import only_mean_failed
-from graphopt.numerics import Comparison, compare
+from graphopt.numerics import ENOUGH, Comparison, compare
 
 FIRST = [a.name for a in ARCHITECTURES if a.first]
 REST = [a.name for a in ARCHITECTURES if not a.first]
@@ -78,8 +78,9 @@ def test_the_table_counts() -> None:
 
 def test_a_mean_above_the_bound_is_taken_over_more_batches() -> None:
     x = torch.randn(2000, dtype=torch.float64)
-    off = {k: {"output/0": (x * (1 + k)).float()} for k in (1e-6, 1.2e-6, 0.8e-6)}
-    one = {k: compare(off[1e-6], run, {"output/0": x}) for k, run in off.items()}
+    names = [f"output/{i}" for i in range(ENOUGH)]
+    off = {k: dict.fromkeys(names, (x * (1 + k)).float()) for k in (1e-6, 1.2e-6, 0.8e-6)}
+    one = {k: compare(off[1e-6], run, dict.fromkeys(names, x)) for k, run in off.items()}
     seen: list[int] = []
 
     def judged(k: int) -> Comparison:

@@ -171,6 +171,7 @@ class Subject:
         inner: a submodule that is frozen in eval mode, and hooked.
         weight: a parameter that is replaced, frozen, written.
         norm: a submodule with an `eps` that a forward reads.
+        loss_in_float32: whether it computes its loss in float32 whatever its own dtype is.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Subject:
     inner: str
     weight: str
     norm: str
+    loss_in_float32: bool = False
 
     def make(self) -> nn.Module:
         """The model, its parameters moved off zeros and ones."""
@@ -203,7 +205,7 @@ SUBJECTS = (
     Subject("llama", Llama, _floats((2, 5, 16), (3, 5, 16), (2, 8, 16)),
             "post", "q.weight", "norm"),
     Subject("gpt2", gpt2, _gpt2_inputs, "transformer.h.0.mlp", "transformer.h.0.mlp.c_fc.weight",
-            "transformer.ln_f"),
+            "transformer.ln_f", loss_in_float32=True),
     Subject("resnet", resnet, _floats((2, 3, 32, 32), (3, 3, 32, 32), (2, 3, 40, 32)),
             "layer1.0.bn2", "layer1.0.conv1.weight", "bn1"),
     Subject("encoder", Encoder, _encoder_inputs, "norm", "embed.weight", "norm"),
