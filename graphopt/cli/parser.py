@@ -134,10 +134,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_resident(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resident-bytes",
-        type=int,
+        type=lambda text: int(text) if text.lstrip("-").isdigit() else text,
         default=0,
         metavar="N",
-        help="what else lies on the device, such as optimizer state",
+        help="what else lies on the device, such as optimizer state: bytes, or 4GiB",
     )
 
 

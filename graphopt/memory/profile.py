@@ -15,6 +15,7 @@ from graphopt.errors import GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.ops import op_name
 from graphopt.graph.record import Site
+from graphopt.memory.budget import check_resident
 from graphopt.memory.draw import (
     SUFFIXES,
     groups_table,
@@ -192,7 +193,7 @@ def profile_memory(
     *,
     loss_fn: LossFn | None = None,
     train: bool = True,
-    resident_bytes: int = 0,
+    resident_bytes: int | str = 0,
     gradients_resident: bool = False,
     device: str | torch.device | None = None,
     measure: bool = False,
@@ -204,7 +205,8 @@ def profile_memory(
     the peak of the model as it is stands beside it.
 
     Args:
-        model: a model, or what `optimize` or `attach` returned. It is not changed.
+        model: a model, or what `optimize` or `attach` returned. It is not changed; an optimized
+            module captures the graph of inputs that it has not met, as a call with them would.
         inputs: a tensor, or the positional arguments of forward.
         example_kwargs: the keyword arguments.
         loss_fn: makes a scalar of forward's result, which is let go then: what
@@ -213,7 +215,7 @@ def profile_memory(
             during the backward. `lambda out: out.loss` tells that only the loss is kept.
         train: whether a backward follows; else the forward alone, without gradients.
         resident_bytes: what else lies on the device, such as an optimizer's state (AdamW: twice
-            the parameters).
+            the parameters); bytes, or "4GiB".
         gradients_resident: gradients are there before the step: the second micro-batch, or
             `zero_grad(set_to_none=False)`.
         device: "cuda" to count a model on the CPU as a GPU's allocator would, which is an
@@ -232,7 +234,8 @@ def profile_memory(
         True
     """
     args, kwargs = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
-    _check(model, loss_fn, train, resident_bytes, gradients_resident, measure)
+    _check(model, loss_fn, train, gradients_resident, measure)
+    resident = check_resident(resident_bytes)
     opt = graphopt_of(model)
     source = model if opt is None else opt.source
     check_fit(source, args or (), kwargs)
@@ -250,20 +253,22 @@ def profile_memory(
                     "on the CPU fused ops run their plain-torch reference: the temporaries of that "
                     "are not there on a GPU"
                 )
+            in_force = opt._store.last
             with torch.set_grad_enabled(train):
                 entry = opt.capture(how.args, how.kwargs)
+            opt._store.last = in_force or opt._store.last
             step, sites, op_of = _graph(entry, how)
-            before = _source_peak(how, resident_bytes, notes)
+            before = _source_peak(how, resident, notes)
         else:
             step, sites = how.run_source()
             op_of = _dispatched_op
-        found = summarize(step, sites, resident_bytes=resident_bytes, device=wanted)
+        found = summarize(step, sites, resident_bytes=resident, device=wanted)
         notes += found.notes
         measured = None
         if measure:
             kept = found.breakdown["workspaces"]
             measured = measured_peak(model, how.args, how.kwargs, loss_fn, train, kept)
-            measured += resident_bytes
+            measured += resident
     return _profile(how, opt is not None, step, sites, op_of, found, before, measured, notes)
 
 
@@ -397,9 +402,7 @@ def _notes(how: _How) -> list[str]:
 # ---- checks
 
 
-def _check(
-    model: Any, loss_fn: Any, train: Any, resident_bytes: Any, resident: Any, measure: Any
-) -> None:
+def _check(model: Any, loss_fn: Any, train: Any, gradients_resident: Any, measure: Any) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(
             f"profile_memory takes a model, not a {type(model).__name__}",
@@ -410,11 +413,8 @@ def _check(
             f"loss_fn is a {type(loss_fn).__name__}", try_="a function of what forward returns"
         )
     check_choice("train", train, (True, False))
-    check_choice("gradients_resident", resident, (True, False))
+    check_choice("gradients_resident", gradients_resident, (True, False))
     check_choice("measure", measure, (True, False))
-    whole = isinstance(resident_bytes, int) and not isinstance(resident_bytes, bool)
-    if not whole or resident_bytes < 0:
-        raise OptionError(f"resident_bytes is {resident_bytes!r}", try_="a number of bytes from 0")
 
 
 def _device(source: nn.Module, args: Any, kwargs: Any, device: Any) -> torch.device:

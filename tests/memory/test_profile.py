@@ -284,3 +284,10 @@ def test_measured_beside_predicted():
             subject, x, loss_fn=lambda y: y.square().mean(), measure=True
         )
         assert found.peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.03)
+
+
+def test_other_inputs_leave_the_graph_in_force(tmp_path):
+    opt = graphopt.optimize(nn.Linear(8, 8), torch.ones(4, 8))
+    code = opt.code
+    graphopt.profile_memory(opt, torch.ones(2, 8), resident_bytes="1KiB")
+    assert opt.code == code
