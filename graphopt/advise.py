@@ -24,7 +24,7 @@ from graphopt.memory.problem import CurvePoint
 from graphopt.options import check_choice, check_fit, check_inputs, check_model, names_checked
 from graphopt.passes import PassOptions, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
-from graphopt.precision import lowered
+from graphopt.precision import has_bf16, lowered
 from graphopt.report.progress import progress
 from graphopt.report.table import Table, percent, size
 from graphopt.report.view import Part, html_fragment, plain
@@ -339,8 +339,7 @@ class _Adviser:
         return current
 
     def _precision(self) -> str:
-        has = not self.on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bf16" if has else "fp16"
+        return "bf16" if has_bf16(self.device.type) else "fp16"
 
     def _peak(self, body: Body) -> int:
         return predict(body, **self._circumstances(body)).peak_bytes

@@ -68,10 +68,20 @@ def _own_choice(model: nn.Module, kind: str) -> torch.dtype | None:
     return low[0] if low else LOW[_resolved(kind)]
 
 
+def has_bf16(kind: str) -> bool:
+    """Whether a kind of device computes in bfloat16, and does not emulate it.
+
+    Example:
+        >>> has_bf16("cpu")
+        True
+    """
+    return kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 @functools.cache
 def _resolved(kind: str) -> str:
     """The precision that "auto" means on a device: bf16 where the hardware has it."""
-    if kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+    if has_bf16(kind):
         return "bf16"
     warnings.warn(
         "precision='auto' is fp16 on this GPU, which has no bfloat16: scale the loss with"

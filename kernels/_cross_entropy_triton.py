@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch._subclasses.fake_tensor import FakeTensor
 
-from graphopt.kernels._launch import cdiv, next_power_of_2, on_device
+from graphopt.kernels._launch import cdiv, is_aligned, next_power_of_2, on_device
 
 NONE, MEAN = 0, 1
 
@@ -288,18 +287,11 @@ def _units(rows: _Rows, classes: int) -> tuple[tuple[int, ...], dict[str, int], 
     unit = 16
     while rows.outer % unit or rows.step % unit:
         unit //= 2
-    group = 16 // rows.tensor.element_size() if _is_aligned(rows.tensor) else 1
+    group = 16 // rows.tensor.element_size() if is_aligned(rows.tensor) else 1
     skewed = unit % group != 0
     width = cdiv(classes, group)
     flags = {"UNIT": unit, "GROUP": group, "EXACT": width * group == classes and not skewed}
     return (width, rows.inner, rows.outer // unit, rows.step // unit), flags, skewed
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes; a fake one's storage does."""
-    if isinstance(tensor, FakeTensor):
-        return tensor.storage_offset() * tensor.element_size() % 16 == 0
-    return tensor.data_ptr() % 16 == 0
 
 
 def _tile(shape: Shape, columns: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import GIB, MODELS, tokens
+from models import GIB, MODELS, llama, tokens
 from torch import nn
 
 import graphopt
@@ -36,19 +36,7 @@ Step = Callable[[], object]
 
 def llama_grouped() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The llama of models.py with 4 heads of keys and values for its 16 of queries."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config), tokens(8, 2048, 32000)
+    return llama(key_value_heads=4)
 
 
 def bert() -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -26,8 +26,8 @@ from graphopt.bench import BenchResult, Row
 GIB = 2**30
 
 
-def llama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """542 M parameters, batch 8 of 2048 tokens."""
+def llama(key_value_heads: int = 16) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """542 M parameters with 16 heads of keys and values, batch 8 of 2048 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -35,7 +35,7 @@ def llama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         intermediate_size=5632,
         num_hidden_layers=8,
         num_attention_heads=16,
-        num_key_value_heads=16,
+        num_key_value_heads=key_value_heads,
         vocab_size=32000,
         max_position_embeddings=4096,
         use_cache=False,
