@@ -78,21 +78,21 @@ class DemoResult:
         }
 
 
-def run(device: str | None = None, quiet: bool = False) -> DemoResult:
+def run(device: str | None = None, say: Callable[..., None] | None = show) -> DemoResult:
     """Run the demo.
 
     Args:
         device: "cpu" or "cuda"; CUDA where there is one by default.
-        quiet: print nothing.
+        say: how to print, a function of a text and of tables; None prints nothing.
 
     Raises:
         ImportError: when transformers is not installed.
 
     Example:
-        >>> run("cpu", quiet=True).passed  # doctest: +SKIP
+        >>> run("cpu", say=None).passed  # doctest: +SKIP
         True
     """
-    say: Callable[..., None] = (lambda *_, **__: None) if quiet else show
+    say = say or (lambda *_: None)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, inputs = gpt2(device, batch=2, length=32)
     count = sum(p.numel() for p in model.parameters()) / 1e6

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from graphopt.cli.output import OutputError, complain, drop, writing
 from graphopt.cli.parser import make_parser
 from graphopt.cli.target import UsageError, load_target
 
@@ -31,13 +31,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, those of the process by default.
 
     Returns:
-        The exit code: 0 good, 1 bad verdict or a graphopt error, 2 usage.
+        The exit code: 0 good, 1 bad verdict, a graphopt error or output that cannot be written,
+        2 usage.
 
     Example:
         >>> main(["rules", "--json"])  # doctest: +SKIP
         0
     """
-    arguments = make_parser().parse_args(argv)
+    try:
+        return _run(argv)
+    except OutputError as error:
+        complain(f"graphopt: cannot write the output: {error}")
+        return BAD
+    finally:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+        except OSError:
+            drop(sys.stderr)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    with writing():  # --help and --version write, too
+        arguments = make_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], bool] = arguments.command
     # Imported here: `graphopt --help` need not load torch.
     from graphopt.errors import GraphOptError, OptionError
@@ -51,21 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GraphOptError as error:
         return _fail(error, BAD, arguments)
     except KeyboardInterrupt:
-        print("graphopt: interrupted", file=sys.stderr)
+        complain("graphopt: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has what it wanted. Python would complain at exit
-        # when it flushes the closed pipe; give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return GOOD
 
 
 def _fail(error: Exception, code: int, arguments: argparse.Namespace) -> int:
     """Tell an error on stderr, and with `--json` on stdout as an object, too."""
     if arguments.traceback:
-        traceback.print_exception(error)
+        complain("".join(traceback.format_exception(error)).rstrip())
     name = "graphopt" if code == USAGE else type(error).__name__
-    print(f"{name}: {error}", file=sys.stderr)
+    complain(f"{name}: {error}")
     if arguments.json:
         parts = {key: getattr(error, key, None) for key in ("what", "at", "why")}
         fields = {
@@ -75,7 +86,8 @@ def _fail(error: Exception, code: int, arguments: argparse.Namespace) -> int:
             "try": getattr(error, "try_", None),
             "exit_code": code,
         }
-        print(json.dumps({"error": fields}, indent=2))
+        with writing():
+            print(json.dumps({"error": fields}, indent=2))
     return code
 
 
@@ -88,4 +100,4 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Warnings on one line: the place in graphopt's own code says nothing to a user."""
-    print(f"{category.__name__}: {message}", file=sys.stderr)
+    complain(f"{category.__name__}: {message}")

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphopt.cli.output import writing
 from graphopt.cli.target import UsageError, load_function, load_rules, load_target
 
 if TYPE_CHECKING:
     from torch import nn
 
     from graphopt.module import GraphoptModule
+    from graphopt.report.table import Table
     from graphopt.report.view import Part
     from graphopt.verdict import VerifyResult
 
@@ -24,7 +26,7 @@ def demo(arguments: argparse.Namespace) -> bool:
     from graphopt import demo as demonstration
 
     try:
-        result = demonstration.run(device=arguments.device, quiet=arguments.json)
+        result = demonstration.run(arguments.device, None if arguments.json else _say)
     except ImportError as error:
         if error.name != "transformers":
             raise
@@ -200,7 +202,8 @@ def env(arguments: argparse.Namespace) -> bool:
     if arguments.json:
         _print_json(environment.to_dict())
     else:
-        print(environment)  # a list of one a line, not to be wrapped
+        with writing():
+            print(environment)  # a list of one a line, not to be wrapped
     return True
 
 
@@ -241,23 +244,33 @@ def autocast(model: nn.Module, name: str | None) -> contextlib.AbstractContextMa
     return torch.autocast(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[name])
 
 
+def _say(text: str, tables: Sequence[Table] = ()) -> None:
+    from graphopt.report.view import show
+
+    with writing():
+        show(text, tables)
+
+
 def _show(arguments: argparse.Namespace, data: Any, parts: Sequence[Part]) -> None:
     from graphopt.report.view import show_parts
 
     if arguments.json:
         _print_json(data)
     else:
-        show_parts(parts)
+        with writing():
+            show_parts(parts)
 
 
 def _wrote(arguments: argparse.Namespace, path: Path) -> None:
     if arguments.json:
         _print_json({"written": str(path)})
     else:
-        print(f"wrote {path}")
+        with writing():
+            print(f"wrote {path}")
 
 
 def _print_json(data: Any) -> None:
     from graphopt.report.save import json_text
 
-    print(json_text(data), end="")
+    with writing():
+        print(json_text(data), end="")
