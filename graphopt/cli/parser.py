@@ -16,9 +16,8 @@ TARGET = (
 )
 
 EXIT_CODES = (
-    "Exit codes: 0 good; 1 the verdict is bad, the model cannot be captured, or the output cannot be "
-    "written; 2 wrong usage. "
-    "With --json an error is a JSON object on stdout, too."
+    "Exit codes: 0 good; 1 the verdict is bad, the model cannot be captured, or the output cannot "
+    "be written; 2 wrong usage. With --json an error is a JSON object on stdout, too."
 )
 
 
