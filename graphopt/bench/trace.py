@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ Event = Mapping[str, Any]
 ROWS = 30
 """Kernels or operations that are kept by name."""
 
+_LOG = re.compile(rb"(USDT|STAGE|INFO):\d{4}-\d\d-\d\d [\d:]+ \d+:\d+ \w+\.cpp:\d+\] ")
+"""How a line begins that the profiler's library logs where nothing is wrong."""
+
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -32,8 +38,15 @@ def record(run: Callable[[], object], *, cuda: bool, memory: bool = False) -> li
         memory: record allocations, too.
     """
     wanted = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
-    with profile(activities=[wanted], profile_memory=memory) as seen:
-        run()
+    seen = profile(activities=[wanted], profile_memory=memory)
+    with contextlib.ExitStack() as stack:
+        with _without_log():
+            stack.enter_context(seen)
+        try:
+            run()
+        finally:
+            with _without_log():
+                stack.close()
     handle, path = tempfile.mkstemp(suffix=".json")
     os.close(handle)
     try:
@@ -43,6 +56,34 @@ def record(run: Callable[[], object], *, cuda: bool, memory: bool = False) -> li
     finally:
         os.unlink(path)
     return events
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Leave out what the profiler's library logs to standard error as it starts and stops.
+
+    Its level is that of the process, read once from the environment: the user's own profiles shall
+    log as before. So what is written meanwhile is kept, and written without those lines afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+            real = os.dup(2)
+            stack.callback(os.close, real)
+            kept = stack.enter_context(tempfile.TemporaryFile())
+            os.dup2(kept.fileno(), 2)
+        except OSError:  # it is closed, or there is no room for a file
+            yield
+            return
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            kept.seek(0)
+            for line in kept:
+                if not _LOG.match(line):
+                    os.write(2, line)
 
 
 def device_time(events: Iterable[Event], steps: int, step_ms: float) -> DeviceTime | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,8 +110,6 @@ def bisect(arguments: argparse.Namespace) -> bool:
 
 def bench(arguments: argparse.Namespace) -> bool:
     """`graphopt bench TARGET`."""
-    # The profiler's library reads it once, as torch is loaded; it would log each of its starts.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import graphopt
 
     options: dict[str, Any] = {}
@@ -137,7 +134,6 @@ def bench(arguments: argparse.Namespace) -> bool:
 
 def advise(arguments: argparse.Namespace) -> bool:
     """`graphopt advise TARGET`."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as for bench
     import graphopt
 
     model, args, kwargs = load_target(arguments.target, arguments.mode)

@@ -1,8 +1,13 @@
 """What is read from a trace: busy time, kinds, nesting, allocations."""
 
-import pytest
+import os
+import subprocess
+import sys
 
-from graphopt.bench.trace import device_time, host_time, peak_allocated
+import pytest
+import torch
+
+from graphopt.bench.trace import device_time, host_time, peak_allocated, record
 
 
 def event(name, ts, dur, cat="kernel", tid=1):
@@ -74,3 +79,49 @@ def test_memory_of_another_device_is_not_counted():
 
 def test_a_trace_without_allocations_has_no_peak():
     assert peak_allocated([event("aten::mm", 0, 1, "cpu_op")]) is None
+
+
+def test_the_profilers_own_log_is_left_out_and_nothing_else(capfd):
+    def run():
+        os.write(2, b"meant for the user\n")
+        torch.ones(2).relu()
+
+    names = {e["name"] for e in record(run, cuda=False)}
+    assert "aten::relu" in names
+    assert capfd.readouterr().err == "meant for the user\n"
+
+
+def test_a_run_that_raises_leaves_standard_error_as_it_was(capfd):
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: 1 / 0, cuda=False)
+    os.write(2, b"still there\n")
+    assert capfd.readouterr().err == "still there\n"
+
+
+def test_the_users_own_profile_logs_as_before():
+    code = (
+        "import torch\nfrom graphopt.bench.trace import record\n"
+        "def own():\n    with torch.profiler.profile(): torch.ones(2).relu()\n"
+        "own()\nrecord(lambda: torch.ones(2).relu(), cuda=False)\nown()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, check=True
+    )
+    assert run.stderr.count("profiler_start") in (0, 2)  # torch 2.13 has such a line for each
+
+
+def test_standard_error_that_is_closed_hinders_nothing():
+    code = (
+        "import torch\nfrom graphopt.bench.trace import record\n"
+        "print(len(record(lambda: torch.ones(2).relu(), cuda=False)) > 0)"
+    )
+    run = subprocess.run(
+        f'exec 2>&-; "{sys.executable}" -c "$CODE"',
+        shell=True,
+        env={**os.environ, "CODE": code},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "True\n"
