@@ -4,6 +4,7 @@ A dispatch mode sees what an operation returns, not what it allocates inside. Th
 
 - cuBLAS keeps one workspace a thread and stream, taken at the first product ever and never given
   back: the forward's thread has one, autograd's another (32 MiB each on an H200, measured).
+  cuBLASLt, which adds a bias to a product, has another for each thread (1 MiB, measured).
 - Convolutions and attention take a workspace for the length of a call, and reductions over many
   rows room for partial results: the sum that is the gradient of a bias takes 125 MiB for 16,384
   rows of 1,000 (H200). How much is the library's own choice, so a call of each kind and size is
@@ -102,6 +103,28 @@ def gemm_workspace(device: torch.device) -> int:
     return 32 * 2**20 if major >= 9 else 8320 * 1024
 
 
+def lt_workspace(device: torch.device) -> int:
+    """Bytes that cuBLASLt keeps for one thread beside cuBLAS, as torch sets it up.
+
+    1 MiB, or the KiB that `CUBLASLT_WORKSPACE_SIZE` says, and no more than cuBLAS has; 0 where it
+    shares that of cuBLAS, where it is switched off (`DISABLE_ADDMM_CUDA_LT`), and on the CPU.
+    """
+    # torch can tell its size since it shares cuBLAS's by itself; before, one had to ask for that
+    by_itself = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
+    shared = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", str(int(by_itself)))
+    if device.type != "cuda" or shared == "1" or os.environ.get("DISABLE_ADDMM_CUDA_LT") == "1":
+        return 0
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return min(1024 * int(given) if given.isdigit() else 2**20, gemm_workspace(device))
+
+
+def adds_bias(name: str, args: Any) -> bool:
+    """Whether an operation is a product that cuBLASLt adds a bias to."""
+    if name != "addmm" or args[0].dim() != 1:
+        return False
+    return min(args[2].shape) > 1 and args[0].shape[0] == args[2].shape[1]
+
+
 class Inside:
     """Adds what operations take inside to a tracker's record.
 
@@ -117,11 +140,11 @@ class Inside:
         self.device = device
         self.unknown: set[str] = set()
         self._real = real
-        self._workspace = gemm_workspace(device)
-        self._kept: dict[bool, Allocation] = {}
+        self._workspace, self._lt_workspace = gemm_workspace(device), lt_workspace(device)
+        self._kept: dict[tuple[str, bool], Allocation] = {}
 
     def begin(self, tracker: StorageTracker) -> None:
-        """Before the step: what cuBLAS keeps is there from the step before.
+        """Before the step: what cuBLAS and cuBLASLt keep is there from the step before.
 
         How much it is shows at the first product of each thread.
 
@@ -129,8 +152,11 @@ class Inside:
             tracker: the record.
         """
         for backward, name in ((False, "the forward's thread"), (True, "autograd's thread")):
-            label = Label(f"cuBLAS of {name}")
-            self._kept[backward] = tracker.take(0, label, "", str(self.device), "workspaces")
+            for library in ("cuBLAS", "cuBLASLt"):
+                taken = tracker.take(
+                    0, Label(f"{library} of {name}"), "", str(self.device), "workspaces"
+                )
+                self._kept[library, backward] = taken
 
     def add(
         self, tracker: StorageTracker, label: Any, backward: bool, call: tuple[Any, Any, Any, Any]
@@ -148,7 +174,9 @@ class Inside:
             return
         name = func._schema.name.removeprefix("aten::")
         if name in GEMMS:
-            self._kept[backward].bytes = self._workspace
+            self._kept["cuBLAS", backward].bytes = self._workspace
+        if adds_bias(name, args):
+            self._kept["cuBLASLt", backward].bytes = self._lt_workspace
         size = self._bytes(name, func, args, kwargs, out)
         if size:
             tracker.give_back(tracker.take(size, label, str(func), str(self.device), "temporaries"))

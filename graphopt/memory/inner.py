@@ -15,12 +15,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphopt.kernels._library import implementation, launches
+from graphopt.kernels.linear import ADD_WIDE_MM
 from graphopt.memory.tracker import StorageTracker, storages_of
 
 
 def expanded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-    """For a tracker: every operator of graphopt is followed inside."""
-    return implementation(func)
+    """For a tracker: every operator of graphopt with anything inside is followed there."""
+    return None if func is ADD_WIDE_MM else implementation(func)  # one product, without a fake form
 
 
 class Account(Protocol):
@@ -54,7 +55,7 @@ class Inner:
 
     def within(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
         """What to run in the place of an operation, None to run it as it is."""
-        run = implementation(func)
+        run = expanded(func, args, kwargs)
         if run is None:
             return None
         key = None if launches(func, args) else _key(func, args, kwargs)
@@ -68,8 +69,8 @@ class Inner:
             try:
                 return run(*args, **kwargs)
             except Exception:
-                # Something inside cannot run on tensors without values (torch 2.11: addmm with an
-                # out_dtype). The operator's fake implementation can; the prediction says so.
+                # Something inside cannot run on tensors without values. The operator's fake
+                # implementation can; the prediction says so.
                 self.unknown.add(str(func).removesuffix(".default"))
                 return NotImplemented
 
@@ -77,7 +78,7 @@ class Inner:
 
     def done(self, label: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """After an operation: learn what it held inside, or add what is known of it."""
-        if implementation(func) is None:
+        if expanded(func, args, kwargs) is None:
             return
         assert self.tracker is not None
         key = None if launches(func, args) else _key(func, args, kwargs)

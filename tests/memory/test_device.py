@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 import graphopt
 from graphopt.kernels import registry
 from graphopt.memory import device
-from graphopt.memory.device import gemm_workspace, launching_nothing
+from graphopt.memory.device import adds_bias, gemm_workspace, launching_nothing, lt_workspace
 from graphopt.memory.fakestep import fake_mode
 from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
@@ -35,8 +35,49 @@ def test_the_workspaces_configuration_is_honoured(monkeypatch, config, size):
     assert gemm_workspace(CUDA) == size
 
 
+LT = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, 2**20),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "CUBLASLT_WORKSPACE_SIZE": "512"}, 512 * 1024),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, 128 * 1024),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, 0),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "DISABLE_ADDMM_CUDA_LT": "1"}, 0),
+    ],
+)
+def test_cublaslt_has_a_workspace_of_its_own_unless_told_otherwise(monkeypatch, given, size):
+    for name in (*LT, "DISABLE_ADDMM_CUDA_LT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert lt_workspace(CUDA) == size
+    assert lt_workspace(torch.device("cpu")) == 0
+
+
+def test_only_products_with_a_bias_of_a_row_take_it():
+    a, row, full = torch.ones(3, 3), torch.ones(3), torch.ones(3, 3)
+    assert adds_bias("addmm", (row, a, a))
+    assert not adds_bias("addmm", (full, a, a))
+    assert not adds_bias("addmm", (row, a, torch.ones(3, 1)))
+    assert not adds_bias("mm", (a, a))
+
+
+@pytest.mark.gpu
+def test_cublaslt_takes_what_is_said_of_it():
+    torch._C._cuda_clearCublasWorkspaces()
+    a, row = torch.ones(64, 64, device="cuda"), torch.ones(64, device="cuda")
+    torch.mm(a, a)
+    before = torch.cuda.memory_allocated()
+    torch.addmm(row, a, a)
+    assert torch.cuda.memory_allocated() - before == lt_workspace(CUDA)
+
+
 def test_products_of_forward_and_backward_take_a_workspace_each(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
     model = nn.Linear(8, 8)
     body = graphopt.optimize(model, (torch.randn(4, 8),)).body
     found = predict(body, device="cuda")

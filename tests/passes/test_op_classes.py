@@ -65,8 +65,10 @@ def check(op: str, kind: str) -> None:
     with torch.autocast(kind, BF16), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = target(*args)
-    found = {v.dtype for v in tree_leaves(result) if isinstance(v, torch.Tensor)}
-    found = {d for d in found if d.is_floating_point or d.is_complex}
+    leaves = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor)]
+    if "attention" in op:
+        leaves = leaves[:1]  # its statistics are in float32 always
+    found = {v.dtype for v in leaves if v.dtype.is_floating_point or v.dtype.is_complex}
     assert not found or (found == {BF16} if wanted == LOW else found <= WIDE), found
     if op in NOT_FAKE:
         return
