@@ -50,7 +50,9 @@ def bisect(
 
     The number of rewrites that are applied is halved until one rewrite more turns right into wrong.
     A few runs more tell whether the verdict turns just once (where it does not, every number is
-    tried), and each rule is left out in turn, to see whether several are guilty.
+    tried), and each rule is left out in turn, to see whether several are guilty. Where a predicate
+    runs several graphs (modes, sizes), the rewrites of all of them are searched, one graph after
+    the other, and the guilty one's graph is named.
 
     Without a predicate a run is right when outputs and every gradient of the whole step keep the
     error contract on these inputs, and without any rewrite the captured graph is compared with the
@@ -155,7 +157,7 @@ class _Search:
         self.trials: list[Trial] = []
         self.known: dict[tuple[int | None, tuple[str, ...]], Outcome] = {}
         self.status = "right"
-        self.count = 0
+        self.count, self.graphs = 0, 1
         self.culprits: list[Culprit] = []
         self.suspects: tuple[Any, ...] = ()
         self.rules: list[RuleTrial] = []
@@ -196,7 +198,7 @@ class _Search:
             self.status = "flaky"
             return
         everything = self.outcome(None)
-        self.count = len(everything.rewrites)
+        self.count, self.graphs = len(everything.rewrites), len(everything.graphs)
         if everything.good:
             if isinstance(self.judge, ContractJudge):
                 self.say("proving each rewrite")
@@ -234,6 +236,11 @@ class _Search:
             without = (*without, *sorted(rules))
             everything = self.outcome(None, without)
         self.cured = everything.good
+        if not all(
+            c.record.kind == "local" for c in self.culprits
+        ):  # only stopping before it helps
+            first = min(c.record.ordinal for c in self.culprits)
+            self.cured = len(everything.graphs) == 1 or self.judge.each(first).good
 
     def _turns(self, count: int, without: tuple[str, ...]) -> list[int]:
         """The numbers of rewrites at which right turns into wrong; more than one is rare."""
@@ -271,20 +278,15 @@ class _Search:
 
     def _blame(self, everything: Outcome, limit: int, without: tuple[str, ...]) -> None:
         """Write down the rewrite that a turn at `limit` accuses."""
-        record = everything.rewrites[limit - 1]
-        others = {str(other[limit - 1]) for other in everything.also if len(other) >= limit}
-        others.discard(str(record))
-        if others:
-            self.notes.append(
-                f"the predicate ran {1 + len(everything.also)} graphs, each with its own ordinals; "
-                f"in another one that rewrite is {' or '.join(sorted(others))}"
-            )
+        ran, record = everything.place(limit - 1)
+        count = len(everything.graphs)
+        nth = 1 + next(i for i, g in enumerate(everything.graphs) if g is ran)
         key = limit if limit < len(everything.rewrites) else None
         detail = self.outcome(key, without).detail
         alone = None
         if isinstance(self.judge, ContractJudge):
             alone = self.judge.alone(record.ordinal, without)
-        whole = everything.captured if record.kind == "global" else None
+        whole = ran.captured if record.kind == "global" else None
         self.culprits.append(
             Culprit(
                 record=record,
@@ -293,10 +295,11 @@ class _Search:
                 alone=alone,
                 reference=code_of(record.reference, "before", whole),
                 replacement=code_of(record.replacement, "after", whole),
-                change=change_of(record, everything.captured) if whole is not None else "",
+                change=change_of(record, whole) if whole is not None else "",
                 cure=cure(self.spec, [record.rule])
                 if record.kind == "local"
-                else f"max_rewrites={limit - 1}",
+                else f"max_rewrites={record.ordinal}",
+                graph=f"graph {nth} of {count}: {ran.label}" if count > 1 else "",
             )
         )
 
@@ -330,6 +333,13 @@ class _Search:
         """What was found."""
         local = list(dict.fromkeys(c.rule for c in self.culprits if c.record.kind == "local"))
         first = min((c.record.ordinal for c in self.culprits), default=0)
+        strange = max((outcome.strange for outcome in self.known.values()), default=0)
+        if strange:
+            self.notes.append(
+                f"some runs met graphs (up to {strange}) that the run with all rewrites did not, "
+                "and left them without rewrites; a predicate that calls with the same sizes and "
+                "modes each time has all of its graphs searched"
+            )
         # Where a pass itself is guilty, only stopping before it helps.
         only_rules = len({c.rule for c in self.culprits}) == len(local)
         text = cure(self.spec, local) if only_rules else f"max_rewrites={first}"
@@ -338,12 +348,13 @@ class _Search:
             judged_by=judged_by,
             status=self.status,
             rewrites=self.count,
+            graphs=self.graphs,
             culprits=tuple(self.culprits),
             suspects=self.suspects,
             rules=tuple(self.rules),
             monotone=self.monotone,
             cure=text if self.culprits else "",
-            cured=self.cured or (bool(self.culprits) and not only_rules),
+            cured=self.cured,
             trials=tuple(self.trials),
             notes=tuple(self.notes),
             seconds=seconds,

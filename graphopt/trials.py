@@ -14,13 +14,14 @@ from torch.overrides import TorchFunctionMode
 from graphopt.api import PassCompiler
 from graphopt.capture import Capture, capture
 from graphopt.capture import signature as sig
-from graphopt.capture.entry import Entry
+from graphopt.capture.entry import Compiled, Entry
 from graphopt.capture.key import GraphKey, ambient, autocast_dtypes
 from graphopt.capture.shadow import eager_forward
 from graphopt.capture.store import GraphStore
 from graphopt.errors import GraphoptWarning, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.record import RewriteRecord
+from graphopt.graph.text import type_text
 from graphopt.module import GraphoptModule, Settings
 from graphopt.numerics import compare
 from graphopt.passes import (
@@ -43,24 +44,46 @@ Predicate = Callable[[GraphoptModule], Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Ran:
+    """One graph of a run.
+
+    Attributes:
+        label: its mode and inputs in words, "" where there is one graph alone.
+        rewrites: what the passes did to it, by its own ordinals.
+        captured: the graph before them.
+    """
+
+    label: str
+    rewrites: tuple[RewriteRecord, ...]
+    captured: Body
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """What one run gave.
 
     Attributes:
         good: whether it is right.
         detail: what is wrong, in words.
-        rewrites: what the passes did, by ordinal.
-        captured: the graph before them.
+        graphs: the graphs that ran, in the order in which they were captured.
         error: what the predicate raised, None where it answered.
-        also: what the passes did to other graphs that the predicate ran, each by its own ordinals.
+        strange: how many graphs ran that did not with all rewrites.
     """
 
     good: bool
     detail: str
-    rewrites: tuple[RewriteRecord, ...]
-    captured: Body
+    graphs: tuple[Ran, ...]
     error: Exception | None = None
-    also: tuple[tuple[RewriteRecord, ...], ...] = ()
+    strange: int = 0
+
+    @property
+    def rewrites(self) -> tuple[RewriteRecord, ...]:
+        """What the passes did to all graphs, one graph after the other."""
+        return tuple(r for g in self.graphs for r in g.rewrites)
+
+    def place(self, position: int) -> tuple[Ran, RewriteRecord]:
+        """The rewrite at a position of `rewrites`, and its graph."""
+        return [(g, r) for g in self.graphs for r in g.rewrites][position]
 
 
 class Judge(Protocol):
@@ -70,10 +93,16 @@ class Judge(Protocol):
     """Whether the same run may give another answer, so that asking again tells something."""
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
-        """Judge the first `limit` rewrites (None: all) with some rules left out."""
+        """Judge the first `limit` rewrites (None: all) with some rules left out.
+
+        They are counted through all graphs: those of the first graph, then those of the second.
+        """
 
     def nothing(self) -> Outcome:
         """Judge the run without any rewrite."""
+
+    def each(self, limit: int) -> Outcome:
+        """Judge the first `limit` rewrites of each graph, as `max_rewrites=` has them."""
 
 
 def without_rules(spec: Any, names: Sequence[str]) -> tuple[str | Rule, ...]:
@@ -148,7 +177,12 @@ class ContractJudge:
         self.prover.optimized, self.prover.attribute = result.body, result.body.attribute
         self.prover.ambient = bool(result.body.autocast)
         whole = self.prover.check_whole()
-        return Outcome(whole.passed, whole.reason, tuple(result.rewrites), self.body)
+        ran = Ran("", tuple(result.rewrites), self.body)
+        return Outcome(whole.passed, whole.reason, (ran,))
+
+    def each(self, limit: int) -> Outcome:
+        """See `Judge`."""
+        return self.run(limit, ())
 
     def alone(self, ordinal: int, without: Sequence[str]) -> Check | None:
         """The proof of one rewrite by itself; None where it cannot be had."""
@@ -189,7 +223,7 @@ class ContractJudge:
             f"{t.difference:.1e}"
             for t in odd[:3]
         ]
-        return Outcome(not odd, "; ".join(words), (), self.body)
+        return Outcome(not odd, "; ".join(words), (Ran("", (), self.body),))
 
     def _eager(
         self, upstream: Mapping[int, torch.Tensor], like: Mapping[str, Any], names: Sequence[str]
@@ -235,26 +269,42 @@ def _gradients(
     )
 
 
+Place = tuple[Any, int]
+"""Which graph of a run: the key and the symbolic sizes of its capture, and the how manieth of these
+(a changed attribute of the module captures anew under the same key)."""
+
+
 class _KeepingStore(GraphStore):
     """Graphs of one run, from the captures that earlier runs made.
 
     A capture does not depend on how many rewrites are applied to it, and takes most of a run.
     """
 
-    def __init__(self, kept: dict[Any, Capture], *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        source: nn.Module,
+        settings: Settings,
+        kept: dict[Place, Capture],
+        passes: Callable[[Place], PassCompiler],
+    ) -> None:
+        super().__init__(source, settings, lambda body: Compiled(body))
         self.kept = kept
+        self.passes = passes
+        self.made: dict[Place, Entry] = {}
 
     def _capture(self, key: GraphKey, family: Any, args: Any, kwargs: Any) -> Entry:
-        place = (key, frozenset(self._symbolic(key, family)))
+        kind = (key, frozenset(self._symbolic(key, family)))
+        place = (kind, sum(made[0] == kind for made in self.made))
+        self.compile_body = self.passes(place)
         known = self.kept.get(place)
+        entry = None
         if known is not None:
             compiled = self.compile_body(known.body)
             entry = Entry(known, compiled, key, type(self.source).__name__)
-            if entry.state() is not None:  # the module's state is as it was at the capture
-                return entry
-        entry = super()._capture(key, family, args, kwargs)
-        self.kept[place] = entry.capture
+        if entry is None or entry.state() is None:  # the module's state is not as at the capture
+            entry = super()._capture(key, family, args, kwargs)
+            self.kept[place] = entry.capture
+        self.made[place] = entry
         return entry
 
 
@@ -280,16 +330,57 @@ class PredicateJudge:
         self.compiler = compiler
         self.settings = settings
         self.predicate = predicate
-        self.kept: dict[Any, Capture] = {}
+        self.kept: dict[Place, Capture] = {}
+        self.counts: dict[tuple[str, ...], dict[Place, int]] = {}
+        """Without these rules: how many rewrites each graph has, in order."""
 
     def run(self, limit: int | None, without: Sequence[str]) -> Outcome:
         """See `Judge`."""
-        compiler = limited(self.compiler, limit, without)
-        opt = GraphoptModule(self.model, self.settings, compiler)
-        opt._store = _KeepingStore(self.kept, self.model, self.settings, compiler)
+        known = self.counts.get(tuple(without))
+        if limit is None or known is None:
+            return self._run(limit, without, {}, limit)
+        shares: dict[Place, int | None] = {}
+        left = limit
+        for place, count in known.items():
+            shares[place] = None if 0 < count <= left else left
+            left = max(0, left - count)
+        # A graph that did not run with all rewrites is not among those that are searched.
+        return self._run(limit, without, shares, 0)
+
+    def nothing(self) -> Outcome:
+        """The predicate on the graphs as captured."""
+        return self.run(0, ())
+
+    def each(self, limit: int) -> Outcome:
+        """See `Judge`."""
+        return self._run(limit, (), {}, limit)
+
+    def _run(
+        self,
+        limit: int | None,
+        without: Sequence[str],
+        shares: Mapping[Place, int | None],
+        other: int | None,
+    ) -> Outcome:
+        """One run.
+
+        Args:
+            limit: how many rewrites a copy of the module may have, whose graphs are not seen.
+            without: the rules that are left out.
+            shares: how many rewrites each graph may have.
+            other: and how many one that does not stand in `shares`.
+        """
+        opt = GraphoptModule(self.model, self.settings, limited(self.compiler, limit, without))
+        opt._store = store = _KeepingStore(
+            self.model,
+            self.settings,
+            self.kept,
+            lambda place: limited(self.compiler, shares.get(place, other), without),
+        )
         if self.args is not None:
             opt.capture(self.args, self.kwargs)
-            opt._store.exact.clear()  # from here on it holds the graphs that the predicate runs
+            store.exact.clear()  # from here on it holds the graphs that the predicate runs
+        before = set(store.made)
         device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
         with warnings.catch_warnings(), restored(self.model), forked_rng(SEED, device):
             warnings.simplefilter("ignore", GraphoptWarning)
@@ -301,23 +392,41 @@ class PredicateJudge:
                 detail = f"the predicate raised {type(error).__name__}: {error}"
             else:
                 good = _truth(answer)
-        ran = [e for e in opt._store.exact.values() if isinstance(e, Entry)]
-        entries = list({id(e): e for e in ran}.values()) or opt._store.entries()
-        if not entries:
+        in_force = {id(entry) for entry in store.exact.values()}
+        made = store.made
+        ran = {p: e for p, e in made.items() if p not in before or id(e) in in_force} or made
+        if not ran:
             raise OptionError(
                 "the predicate did not call the module that it was given",
                 why="a graph is captured at a module's first call, and there is none",
                 try_="pass example_inputs, or call the module in the predicate",
             )
-        # Each mode has a graph, and each graph its own ordinals: the longest list is searched.
-        results = [e.compiled.result for e in entries]
-        results.sort(key=lambda r: -len(r.rewrites))
-        longest, also = results[0], tuple(tuple(r.rewrites) for r in results[1:])
-        return Outcome(good, detail, tuple(longest.rewrites), longest.captured, raised, also)
+        if limit is None:
+            counts = {p: len(e.compiled.result.rewrites) for p, e in ran.items()}
+            self.counts.setdefault(tuple(without), counts)
+        strange = sum(place not in shares for place in ran) if shares else 0
+        return Outcome(good, detail, _graphs(list(ran.values())), raised, strange)
 
-    def nothing(self) -> Outcome:
-        """The predicate on the graph as captured."""
-        return self.run(0, ())
+
+def _graphs(entries: Sequence[Entry]) -> tuple[Ran, ...]:
+    results = [e.compiled.result for e in entries]
+    labels = [""] if len(entries) == 1 else [_label(e) for e in entries]
+    return tuple(
+        Ran(label, tuple(result.rewrites), result.captured)
+        for label, result in zip(labels, results, strict=True)
+    )
+
+
+def _label(entry: Entry) -> str:
+    """A graph in words: "eval, no gradients, x: f32[4, 16]"."""
+    body = entry.capture.body
+    inputs = [
+        f"{name}: {type_text(node.meta.get('val'))}"
+        for name, node in zip(entry.capture.names, body.placeholders, strict=True)
+    ]
+    words = ["train" if body.training else "eval", *([] if body.grad else ["no gradients"])]
+    words += [f"autocast {str(t).removeprefix('torch.')}" for t in body.autocast.values()]
+    return ", ".join([*words, *inputs])
 
 
 class _NoDropout(TorchFunctionMode):

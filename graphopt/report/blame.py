@@ -19,7 +19,8 @@ class Trial:
     """One run with some of the rewrites.
 
     Attributes:
-        rewrites: how many rewrites were allowed, None for all of them.
+        rewrites: how many rewrites were allowed, None for all of them. They are counted through all
+            graphs that the predicate runs, one graph after the other.
         without: the rules that were left out.
         good: whether it was right.
         detail: what was wrong, "" when right.
@@ -56,6 +57,7 @@ class Culprit:
         replacement: the code of what took its place.
         change: for a rewrite of the whole graph, the diff that it made; "" otherwise.
         cure: the argument of `optimize` that avoids it.
+        graph: which graph it stands in, "" where there is one.
     """
 
     record: RewriteRecord
@@ -66,6 +68,7 @@ class Culprit:
     replacement: str
     change: str
     cure: str
+    graph: str
 
     @property
     def rule(self) -> str:
@@ -88,12 +91,17 @@ class Culprit:
         record, site, k = self.record, self.record.site, self.record.ordinal
         where = "the whole graph" if record.kind == "global" else site.module or "the root module"
         lines = [f"guilty: rewrite #{k}, rule {record.rule}, at {where}"]
+        if self.graph:
+            lines.append(f"  in {self.graph}")
         if site.file and record.kind == "local":
             lines += [f"  {site.file}:{site.line}", f"    {site.code or ''}"]
         if record.kind == "local":
             before, after = map(", ".join, (record.ops_before, record.ops_after))
             lines.append(f"  {before} -> {after or 'nothing new'}")
-        lines.append(f"  right with max_rewrites={k}, wrong with max_rewrites={k + 1}:")
+        if self.graph:
+            lines.append(f"  right with its first {k} rewrites, wrong with the first {k + 1}:")
+        else:
+            lines.append(f"  right with max_rewrites={k}, wrong with max_rewrites={k + 1}:")
         lines += [f"    - {reason}" for reason in self.detail.split("; ")]
         if self.without:
             lines.append(f"  found with {', '.join(self.without)} left out")
@@ -116,6 +124,7 @@ class Culprit:
             "replacement": self.replacement,
             "change": self.change,
             "cure": self.cure,
+            "graph": self.graph,
         }
 
 
@@ -147,7 +156,8 @@ class BisectResult:
         judged_by: "the error contract", or the predicate's name.
         status: "right" (nothing is wrong with all rewrites), "found", "capture" (wrong without any
             rewrite already), or "flaky" (the same run gave two answers).
-        rewrites: how many rewrites there are.
+        rewrites: how many rewrites there are, in all graphs together.
+        graphs: how many graphs were searched: a predicate may run several modes and sizes.
         culprits: the guilty rewrites, empty unless found.
         suspects: where the whole is right: rewrites that are wrong when each is replayed alone.
         rules: the run without each rule, empty unless found.
@@ -163,6 +173,7 @@ class BisectResult:
     judged_by: str
     status: str
     rewrites: int
+    graphs: int
     culprits: tuple[Culprit, ...]
     suspects: tuple[Check, ...]
     rules: tuple[RuleTrial, ...]
@@ -188,6 +199,8 @@ class BisectResult:
         """One sentence: what was found."""
         how = f"{len(self.trials)} runs, {self.seconds:.1f} s, judged by {self.judged_by}"
         all_of_them = f"all {self.rewrites} rewrites"
+        if self.graphs > 1:
+            all_of_them += f" of {self.graphs} graphs"
         if self.status == "flaky":
             text = "the same run gave two answers, so nothing can be searched"
         elif self.status == "capture":

@@ -1,4 +1,4 @@
-"""bisect: the guilty rewrite by the contract or a predicate, and the cases where there is none."""
+"""bisect: the guilty rewrite by the contract, the search, and the cases where there is none."""
 
 from __future__ import annotations
 
@@ -8,98 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from bisect_models import RIGHT, Model, aten, planted, planted_act
 from torch import fx, nn
 
 import graphopt
 from graphopt.api import PassCompiler
 from graphopt.bisect import _Search, _stretches, cure
 from graphopt.graph.body import Body
-from graphopt.graph.record import RewriteRecord, Site, site_of
-from graphopt.passes import Match, Rule, rule
+from graphopt.graph.record import RewriteRecord, Site
+from graphopt.passes import Match, rule
 from graphopt.report.blame import BisectResult
-from graphopt.trials import ContractJudge, Outcome
-
-aten = torch.ops.aten
-RIGHT = "default,-layer_norm,-add_layer_norm"
-
-
-class Layer(nn.Module):
-    """A pre-norm MLP block without dropout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    """Some blocks."""
-
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(16) for _ in range(blocks))
-        self.register_buffer("calls", torch.zeros(()))
-        with torch.no_grad():
-            for p in self.parameters():
-                p.add_(torch.randn_like(p) * 0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@rule("canonical", register=False)
-def only_without_gradients(x):  # type: ignore[no-untyped-def]
-    """relu becomes sigmoid, in graphs without gradients."""
-    return aten.relu.default(x)
-
-
-@only_without_gradients.check
-def _(m: Match) -> str | None:
-    return "there are gradients" if m.body.grad else None
-
-
-@only_without_gradients.replace
-def _(m: Match) -> fx.Node:
-    return m.call(aten.sigmoid.default, m.x)
-
-
-def planted(*wrong: str) -> Rule:
-    """A rule on every LayerNorm, with a wrong eps in some modules."""
-
-    @rule("fusion", register=False)
-    def planted_norm(x, shape, weight, bias, eps, _cudnn):  # type: ignore[no-untyped-def]
-        """A LayerNorm, done wrong in places."""
-        return aten.layer_norm.default(x, shape, weight, bias, eps, _cudnn)
-
-    @planted_norm.replace
-    def _(m: Match) -> Any:
-        eps = m.eps * 100 if site_of(m.root).module in wrong else m.eps
-        return m.call(torch.ops.graphopt.layer_norm.default, m.x, m.weight, m.bias, eps)
-
-    return planted_norm
-
-
-def planted_act(*wrong: str) -> Rule:
-    """A rule on every ReLU, which becomes a leaky one in some modules."""
-
-    @rule("fusion", register=False)
-    def planted_relu(x):  # type: ignore[no-untyped-def]
-        """A ReLU, done wrong in places."""
-        return aten.relu.default(x)
-
-    @planted_relu.replace
-    def _(m: Match) -> Any:
-        slope = 0.01 if site_of(m.root).module in wrong else 0.0
-        return m.call(aten.leaky_relu.default, m.x, slope)
-
-    return planted_relu
+from graphopt.trials import ContractJudge, Outcome, Ran
 
 
 @pytest.fixture
@@ -132,7 +51,7 @@ def test_the_guilty_rewrite_is_named_with_place_code_and_cure(
     assert "graphopt.layer_norm(" in culprit.replacement
     text = repr(found)
     assert f"rewrite #{culprit.record.ordinal}, rule planted_norm, at layers.2.norm" in text
-    assert "test_bisect.py:" in text
+    assert "bisect_models.py:" in text
     assert f'rules="{RIGHT}"' in text
 
 
@@ -240,85 +159,6 @@ def test_every_dropout_is_off_when_capture_is_judged() -> None:
     assert outcome.good, outcome.detail
 
 
-def test_the_model_is_left_as_it_was(block: Model, x: torch.Tensor) -> None:
-    block.layers[0].norm.eval()
-    block.layers[0].up.weight.grad = torch.ones(16, 16)
-    before = {k: v.clone() for k, v in block.state_dict().items()}
-    attributes = {name: dict(vars(m)) for name, m in block.named_modules()}
-
-    def trains(opt: nn.Module) -> bool:
-        optimizer = torch.optim.SGD(opt.parameters(), lr=0.1)
-        opt.train()
-        opt(x).sum().backward()
-        optimizer.step()
-        opt.spoiled = True
-        return len(opt.rewrites) < 2
-
-    state = torch.get_rng_state()
-    assert graphopt.bisect(block, x, predicate=trains).status == "found"
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[k], v) for k, v in block.state_dict().items())
-    assert torch.equal(block.layers[0].up.weight.grad, torch.ones(16, 16))
-    assert not block.layers[0].norm.training
-    assert {name: set(vars(m)) for name, m in block.named_modules()} == {
-        name: set(a) for name, a in attributes.items()
-    }
-    graphopt.bisect(block, x, rules=[RIGHT, planted("layers.2.norm")])
-    assert all(torch.equal(before[k], v) for k, v in block.state_dict().items())
-
-
-def test_a_predicate_decides(block: Model, x: torch.Tensor) -> None:
-    found = graphopt.bisect(block, x, predicate=lambda opt: len(opt.rewrites) < 2)
-    assert [c.record.ordinal for c in found.culprits[:1]] == [1]
-    assert found.judged_by == "<lambda>"
-
-
-def test_a_predicate_needs_no_example_inputs_when_it_calls_the_module(
-    block: Model, x: torch.Tensor
-) -> None:
-    def right(opt: nn.Module) -> bool:
-        return bool(torch.allclose(opt(x), block(x), rtol=1e-5, atol=1e-5))
-
-    found = graphopt.bisect(block, predicate=right, rules=[RIGHT, planted("layers.0.norm")])
-    assert [c.record.site.module for c in found.culprits] == ["layers.0.norm"]
-
-
-def test_the_graph_that_a_predicate_runs_is_searched(block: Model, x: torch.Tensor) -> None:
-    def right(opt: graphopt.GraphoptModule) -> bool:
-        with torch.no_grad():
-            return torch.allclose(opt(x), block(x), atol=1e-4)
-
-    rules = ["default,-bias_act", only_without_gradients]
-    found = graphopt.bisect(block, x, predicate=right, rules=rules)
-    assert found.culprit is not None
-    assert found.culprit.rule == "only_without_gradients"
-
-
-def test_graphs_with_other_ordinals_are_told(block: Model, x: torch.Tensor) -> None:
-    def right(opt: graphopt.GraphoptModule) -> bool:
-        opt(x)
-        with torch.no_grad():
-            opt(x)
-        return not any(r.rule == "only_without_gradients" for r in opt.rewrites)
-
-    rules = ["layer_norm,bias_act", only_without_gradients]
-    found = graphopt.bisect(block.eval(), x, predicate=right, rules=rules)
-    assert "the predicate ran 2 graphs, each with its own ordinals" in found.notes[0]
-    assert "#0 only_without_gradients at layers.0" in found.notes[0]
-
-
-def test_a_predicate_that_raises_counts_as_wrong(block: Model, x: torch.Tensor) -> None:
-    def raises(opt: Any) -> bool:
-        if len(opt.rewrites) > 1:
-            raise FloatingPointError("loss is nan")
-        return True
-
-    culprit = graphopt.bisect(block, x, predicate=raises).culprit
-    assert culprit is not None
-    assert culprit.record.ordinal == 1
-    assert "FloatingPointError: loss is nan" in culprit.detail
-
-
 class Told:
     """A judge that is told its verdicts: no model, no graphs."""
 
@@ -336,7 +176,8 @@ class Told:
         records = [record(k, kinds[k]) for k in range(self.count) if f"rule{k}" not in without]
         kept = records[: self.count if limit is None else limit]
         good = self.right(len(kept), without)
-        return Outcome(good, "" if good else "told so", tuple(kept), self.body)
+        ran = Ran("", tuple(kept), self.body)
+        return Outcome(good, "" if good else "told so", (ran,))
 
     def nothing(self) -> Outcome:
         return self.run(0, ())
@@ -396,14 +237,6 @@ def test_a_judge_that_changes_its_mind_in_the_middle_is_told() -> None:
     assert "7 rewrites were wrong at first and right when asked again" in repr(found)
 
 
-def test_a_flaky_predicate_is_told(block: Model, x: torch.Tensor) -> None:
-    answers = iter([False, True, False, True])
-    found = graphopt.bisect(block, x, predicate=lambda opt: next(answers))
-    assert found.status == "flaky"
-    assert "gave two answers" in repr(found)
-    assert found.culprits == ()
-
-
 def test_an_optimized_module_brings_its_own_rules(model: Model, x: torch.Tensor) -> None:
     opt = graphopt.optimize(model, x, rules=[RIGHT, planted("layers.1.norm")])
     found = graphopt.bisect(opt, x)
@@ -459,11 +292,12 @@ def test_to_dict_is_json_with_these_keys(model: Model, x: torch.Tensor) -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert data["schema"] == "graphopt.bisect/1"
     assert list(data) == [
-        "schema", "good", "model", "judged_by", "status", "rewrites", "monotone", "cure", "cured",
-        "notes", "seconds", "culprits", "suspects", "rules", "trials",
+        "schema", "good", "model", "judged_by", "status", "rewrites", "graphs", "monotone", "cure",
+        "cured", "notes", "seconds", "culprits", "suspects", "rules", "trials",
     ]  # fmt: skip
     assert set(data["culprits"][0]) == {
         "rewrite", "without", "detail", "alone", "reference", "replacement", "change", "cure",
+        "graph",
     }  # fmt: skip
 
 
