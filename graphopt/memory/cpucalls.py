@@ -86,7 +86,7 @@ def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
     with _lock:
         known = _known.setdefault(device, {})
         if not known:
-            known.update(_counts(load(FILE, device)))
+            known.update(counts(load(FILE, device)))
         if key in known:
             return known[key]
     if (
@@ -138,8 +138,8 @@ def _settings() -> str:
     return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {mkldnn} {matmul}"
 
 
-def _counts(kept: dict[str, Any]) -> dict[str, int]:
-    """The entries of a file that can be meant."""
+def counts(kept: dict[str, Any]) -> dict[str, int]:
+    """The entries of a file of sizes that can be meant."""
     return {k: v for k, v in kept.items() if type(v) is int and v >= 0}
 
 

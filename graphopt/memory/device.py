@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from graphopt.cost.kept import load, store
-from graphopt.memory.cpucalls import FILE, cpu_bytes, described, takes_inside, zeros
+from graphopt.memory.cpucalls import FILE, counts, cpu_bytes, described, takes_inside, zeros
 from graphopt.memory.labels import Label
 from graphopt.memory.tracker import Allocation, StorageTracker, storages_of
 
@@ -282,7 +282,8 @@ _ON_CPU: dict[str, Callable[[Any, Any], int]] = {
 # ---- CUDA, by one call each
 
 
-_known: dict[str, int] = {}
+_known: dict[str, dict[str, int]] = {}
+"""By the name of a GPU: bytes by call."""
 _lock = threading.Lock()
 
 
@@ -291,26 +292,38 @@ def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
 
     The call runs on new tensors of the same sizes, strides and dtypes, filled with zeros; the
     device's random state is put back, its statistics of peaks start anew. Each kind and size of
-    call runs once a machine.
+    call runs once a machine and model of GPU.
     """
     leaves, _ = tree_flatten((args, kwargs))
     tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda]
     if not tensors:
         return 0
     device = tensors[0].device
-    key = f"{torch.__version__} {func} {[described(v) for v in leaves]}"
+    key = f"{_settings()} {func} {[described(v) for v in leaves]}"
+    name = torch.cuda.get_device_name(device)
     with _lock:
-        if not _known:
-            _known.update(load(FILE, torch.cuda.get_device_name(device)))
-        if key in _known:
-            return int(_known[key])
+        known = _known.setdefault(name, {})
+        if not known:
+            known.update(counts(load(FILE, name)))
+        if key in known:
+            return known[key]
     with _disable_current_modes(), torch.no_grad():
         found = _measure(func, args, kwargs, device)
     if found is not None:
         with _lock:
-            _known[key] = found
-            store(FILE, torch.cuda.get_device_name(device), dict(_known))
+            known[key] = found
+            store(FILE, name, dict(known))
     return found
+
+
+def _settings() -> str:
+    """What else decides which kernel a call runs, and so its workspace."""
+    cudnn = torch.backends.cudnn
+    return (
+        f"{torch.__version__} {cudnn.version()} {cudnn.enabled} {cudnn.benchmark} "
+        f"{cudnn.deterministic} {torch.are_deterministic_algorithms_enabled()} "
+        f"{torch.get_float32_matmul_precision()}"
+    )
 
 
 def _measure(func: Any, args: Any, kwargs: Any, device: torch.device) -> int | None:

@@ -234,3 +234,43 @@ def test_a_loss_lies_in_the_storage_of_all_losses(loss):
     assert seen.allocations[-1].bytes == x.nbytes
     assert real - 2 * x.nbytes < 64  # the result and all losses, and numbers on the way
     assert device._mse_loss((x, y), result) == x.nbytes
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    index = 0
+    is_cuda = True
+
+    @property
+    def device(self):
+        return torch.device("cuda", self.index)
+
+
+def test_what_one_model_of_gpu_takes_says_nothing_of_another(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: f"GPU of kind {d.index}")
+    monkeypatch.setattr(device, "_measure", lambda func, args, kwargs, d: 1000 * (1 + d.index))
+
+    def measured(index):
+        x = torch.zeros(4).as_subclass(OnGpu)
+        x.index = index
+        return device.measured_bytes(torch.ops.aten.cumsum.default, (x, 0), {})
+
+    assert [measured(i) for i in (0, 1, 0, 1)] == [1000, 2000, 1000, 2000]
+    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(device, "_measure", None)  # from the file, for each kind its own
+    assert [measured(i) for i in (1, 0)] == [2000, 1000]
+
+
+def test_another_setting_is_measured_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "GPU")
+    sizes = iter([10, 20])
+    monkeypatch.setattr(device, "_measure", lambda *call: next(sizes))
+    args = (torch.zeros(4).as_subclass(OnGpu), 0)
+    assert device.measured_bytes(torch.ops.aten.cumsum.default, args, {}) == 10
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+    assert device.measured_bytes(torch.ops.aten.cumsum.default, args, {}) == 20
