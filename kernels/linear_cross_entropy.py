@@ -2,18 +2,20 @@
 
 For tight memory. Unchunked, the logits and their gradient are the largest tensors of a language
 model's step: rows x classes each. Here neither is ever whole: forward computes a chunk of logits,
-takes its loss and drops it; backward computes the chunk again, takes its gradient, multiplies it
-into those of x, weight and bias, and drops it. The cost is one more product of the size of the
-linear layer's.
+takes its loss and, for a loss whose own gradient is 1, the gradients of x, weight and bias; then it
+drops the chunk. Backward multiplies these by the loss's gradient. That costs no product more than
+without chunks. (The idea is that of Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989.)
 
-Where the logits are a result of the model anyway, forward reads those, and only backward computes
-them again, so that they are freed when the caller drops them.
+Where that cannot be (see `_ahead`), and in a second backward through the same graph, backward
+computes the chunks again, for one more product of the size of the linear layer's. Where the logits
+are a result of the model anyway, forward reads those, and only backward computes them again, so
+that they are freed when the caller drops them.
 
 Products are torch's own, logits are rounded to x's dtype as the linear layer rounds them; the
 gradients of weight and bias are added over the chunks in float32 and rounded once, or not at all
 where the parameters of which they are low-precision copies ("masters") stand beside them (see
-linear.py). Saved: x, weight, bias, targets and two float32 values a row. The chunks' work is done
-by `cross_entropy`.
+linear.py). Saved: x, weight, bias, targets and two float32 values a row, beside the gradients. The
+chunks' work is done by `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -175,23 +177,81 @@ def _fake(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _forward_grad(*args: Any) -> tuple[torch.Tensor, Args, Any]:
     c = Call(*args)
-    loss, statistics, total = _forward(c)
-    saved = (c.x, c.weight, c.bias, c.target, c.class_weight, statistics, total)
     parameters = [c.weight if c.master is None else c.master]
     parameters += [] if c.bias is None else [c.bias if c.bias_master is None else c.bias_master]
-    return loss, saved, (*c[5:9], c.chunk_bytes, [(t.shape, t.dtype) for t in parameters])
+    shapes = [(t.shape, t.dtype) for t in parameters]
+    ready = None
+    if _ahead(c):
+        loss, statistics, total, ready = _with_gradients(c, shapes)
+    else:
+        loss, statistics, total = _forward(c)
+    saved = (c.x, c.weight, c.bias, c.target, c.class_weight, statistics, total)
+    return loss, saved, (*c[5:9], c.chunk_bytes, shapes, _Once(ready))
+
+
+def _ahead(c: Call) -> bool:
+    """Whether forward takes the gradients, for a loss of 1, while it has the logits.
+
+    Then no logits are computed again. Not where they are at hand anyway, where each row has a loss
+    of its own, and not in float16, whose range needs the scale that comes with the loss's gradient.
+    """
+    return c.logits is None and c.reduction != NONE and c.x.dtype != torch.float16
+
+
+class _Once:
+    """Gradients that are given away once, so that whoever gets them may overwrite them."""
+
+    def __init__(self, gradients: _Gradients | None) -> None:
+        self._gradients = gradients
+
+    def take(self) -> _Gradients | None:
+        """The gradients, or None from the second time on."""
+        found, self._gradients = self._gradients, None
+        return found
+
+
+def _with_gradients(
+    c: Call, parameters: list[tuple[torch.Size, torch.dtype]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Gradients]:
+    """(loss, statistics, total, gradients for a loss of 1) in one pass over the chunks."""
+    _check(c)
+    x, target = c.x.reshape(-1, c.x.shape[-1]), c.target.reshape(-1)
+    stats = arithmetic(c.x, c.class_weight)
+    rows = torch.empty(c.rows, dtype=stats, device=x.device)
+    statistics = torch.empty((2, c.rows), dtype=stats, device=x.device)
+    mean = c.reduction == MEAN
+    total = _weights_of(c, target, stats).sum() if mean else x.new_empty(0, dtype=stats)
+    one = torch.ones((), dtype=stats, device=x.device)
+    found = _Gradients(x, parameters, len(_chunks(x, c.weight, c.chunk_bytes)), _needs(c))
+    for a, b in _chunks(x, c.weight, c.chunk_bytes):
+        logits = F.linear(x[a:b], c.weight, c.bias)
+        rows[a:b], part, _ = c.loss_of(logits, target[a:b], reduction=NONE, out_dtype=stats)
+        statistics[:, a:b] = part
+        slope = invoke(
+            cross_entropy._BACKWARD, one, logits, target[a:b], c.class_weight, *c[5:9], part, total
+        )
+        del logits
+        found.add(slope, x, c.weight, a, b)
+        del slope  # before the next chunk's logits are made
+    loss = rows.sum()
+    return (loss / total if mean else loss).to(c.out_dtype or c.x.dtype), statistics, total, found
+
+
+def _needs(c: Call) -> tuple[bool, ...]:
+    return tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in c)
 
 
 def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args) -> Args:
     x, weight, bias, target, class_weight, statistics, total = saved
-    *options, chunk_bytes, parameters = kept
+    *options, chunk_bytes, parameters, ready = kept
     cross_entropy.refuse_weight_gradient(needs[4])
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     parts = _chunks(rows, weight, chunk_bytes)
-    dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs[0] else None
-    count = len(parts)
-    dweight = _Sum(x, parameters[0], count) if needs[1] or needs[_MASTER] else None
-    dbias = _Sum(x, parameters[1], count) if needs[2] or needs[_MASTER + 1] else None
+    found = ready.take()
+    if found is not None and found.serves(needs):
+        found.scale(grads[0], parts)
+        return found.of(needs, x.shape)
+    found = _Gradients(rows, parameters, len(parts), needs)
     grad = grads[0].reshape(-1) if options[0] == NONE else grads[0]
     for a, b in parts:
         slope = invoke(
@@ -201,20 +261,73 @@ def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args)
             target[a:b], class_weight, *options,
             statistics[:, a:b].contiguous(), total,
         )  # fmt: skip
-        if dx is not None:
-            torch.mm(slope, weight, out=dx[a:b])
-        if dweight is not None:
-            dweight.add_product(slope.t(), rows[a:b])
-        if dbias is not None:
-            dbias.add(slope.sum(0, dtype=arithmetic(slope)))
+        found.add(slope, rows, weight, a, b)
         del slope  # before the next chunk's logits are made
-    gradients: list[torch.Tensor | None] = [None] * len(needs)
-    gradients[0] = None if dx is None else dx.reshape(x.shape)
-    if dweight is not None:
-        gradients[_MASTER if needs[_MASTER] else 1] = dweight.result()
-    if dbias is not None:
-        gradients[_MASTER + 1 if needs[_MASTER + 1] else 2] = dbias.result()
-    return tuple(gradients)
+    return found.of(needs, x.shape)
+
+
+def _wanted(needs: tuple[bool, ...]) -> tuple[bool, bool, bool]:
+    """Whether the gradients of x, weight (or its master) and bias (or its) are wanted."""
+    return needs[0], needs[1] or needs[_MASTER], needs[2] or needs[_MASTER + 1]
+
+
+class _Gradients:
+    """The gradients of x, weight and bias, made chunk by chunk.
+
+    Args:
+        x: [rows, H].
+        parameters: shape and dtype of those that get weight's and bias's gradient.
+        count: of the chunks.
+        needs: for each argument of the operator, whether its gradient is wanted.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        parameters: list[tuple[torch.Size, torch.dtype]],
+        count: int,
+        needs: tuple[bool, ...],
+    ) -> None:
+        self.wanted = _wanted(needs)
+        of_x, of_weight, of_bias = self.wanted
+        self.x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_x else None
+        self.weight = _Sum(x, parameters[0], count) if of_weight else None
+        self.bias = _Sum(x, parameters[1], count) if of_bias else None
+
+    def serves(self, needs: tuple[bool, ...]) -> bool:
+        """Whether all that is wanted is here."""
+        return all(a or not b for a, b in zip(self.wanted, _wanted(needs), strict=True))
+
+    def add(
+        self, slope: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, a: int, b: int
+    ) -> None:
+        """Add the rows from a to b, whose logits have this gradient."""
+        if self.x is not None:
+            torch.mm(slope, weight, out=self.x[a:b])
+        if self.weight is not None:
+            self.weight.add_product(slope.t(), x[a:b])
+        if self.bias is not None:
+            self.bias.add(slope.sum(0, dtype=arithmetic(slope)))
+
+    def scale(self, grad: torch.Tensor, parts: list[tuple[int, int]]) -> None:
+        """Multiply all by the loss's gradient, in place and in float32 at least."""
+        if self.x is not None:
+            for a, b in parts:
+                part = self.x[a:b]
+                part.copy_(part.to(arithmetic(part)).mul_(grad))
+        for sum_ in (self.weight, self.bias):
+            if sum_ is not None and sum_.total is not None:
+                sum_.total.mul_(grad)
+
+    def of(self, needs: tuple[bool, ...], shape: torch.Size) -> Args:
+        """One gradient or None for each argument of the operator."""
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        gradients[0] = None if self.x is None else self.x.reshape(shape)
+        if self.weight is not None:
+            gradients[_MASTER if needs[_MASTER] else 1] = self.weight.result()
+        if self.bias is not None:
+            gradients[_MASTER + 1 if needs[_MASTER + 1] else 2] = self.bias.result()
+        return tuple(gradients)
 
 
 _MASTER = Call._fields.index("master")
@@ -233,6 +346,7 @@ class _Sum:
         self.total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
+        """Add the gradient of some rows."""
         self.total = part if self.total is None else self.total.add_(part)
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -250,6 +364,7 @@ class _Sum:
             invoke(ADD_WIDE_MM, self.total, a, b)
 
     def result(self) -> torch.Tensor:
+        """The gradient, in the parameter's dtype."""
         if self.total is None:  # no rows
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self.total.to(self.dtype)

@@ -34,7 +34,7 @@ from graphopt.memory.cpucalls import FILE, counts, cpu_bytes, described, takes_i
 from graphopt.memory.labels import Label
 from graphopt.memory.tracker import Allocation, StorageTracker, storages_of
 
-GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "dot"})
+GEMMS = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "dot"})
 """ATen operations that run on cuBLAS."""
 
 MEASURED = (
@@ -120,6 +120,8 @@ def lt_workspace(device: torch.device) -> int:
 
 def adds_bias(name: str, args: Any) -> bool:
     """Whether an operation is a product that cuBLASLt adds a bias to."""
+    if name == "linear":
+        return len(args) > 2 and args[2] is not None and min(args[1].shape) > 1
     if name != "addmm" or args[0].dim() != 1:
         return False
     return min(args[2].shape) > 1 and args[0].shape[0] == args[2].shape[1]

@@ -106,6 +106,67 @@ def test_logits_that_are_there_are_not_saved():
     assert torch.equal(loss, G.cross_entropy(logits, torch.arange(6)))
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found += func._schema.name in ("aten::linear", "aten::mm", "aten::addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+def _operands(dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(9, 8), torch.randn(20, 8), torch.randn(20) if bias else None
+    operands = [None if t is None else t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+    return operands, torch.arange(9) % 5
+
+
+@pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 3), (torch.float16, 4)])
+def test_logits_are_computed_once_but_in_float16(dtype, products):
+    operands, target = _operands(dtype, bias=False)
+    with Products() as seen:
+        G.linear_cross_entropy(*operands, target, chunk_bytes=2**20).backward()
+    assert seen.found == products
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.3, 0.0])
+def test_the_losss_own_gradient_is_a_factor(factor):
+    operands, target = _operands()
+    loss = G.linear_cross_entropy(*operands, target, chunk_bytes=4 * 20 * 4)
+    found = torch.autograd.grad(loss * factor, operands)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(*operands), target) * factor, operands)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_losss_gradient_is_not_rounded_to_the_inputs_precision():
+    """1 + 2^-10 is 1 in bfloat16; times 129 it makes a difference of one unit in the last place."""
+    x = torch.full((1, 1), 1.0).bfloat16().requires_grad_()
+    weight = torch.tensor([[0.0], [2.0 * 129 / 128]]).bfloat16()
+    loss = G.linear_cross_entropy(x, weight, None, torch.tensor([0]), out_dtype=torch.float32)
+    (once,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, x, torch.tensor(1 + 2.0**-8 + 2.0**-9))
+    expected = (once.float() * (1 + 2.0**-8 + 2.0**-9)).bfloat16()
+    assert torch.equal(again, expected)
+
+
+def test_a_second_backward_has_the_same_gradients():
+    operands, target = _operands()
+    loss = G.linear_cross_entropy(*operands, target, chunk_bytes=4 * 20 * 4)
+    first = [g.clone() for g in torch.autograd.grad(loss * 2, operands, retain_graph=True)]
+    torch.testing.assert_close(list(torch.autograd.grad(loss * 2, operands)), first)
+
+
+def test_a_step_between_forward_and_backward_is_seen():
+    operands, target = _operands()
+    loss = G.linear_cross_entropy(*operands, target)
+    with torch.no_grad():
+        operands[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_chunks_cover_the_rows_once():
     assert chunks(10, 4, 12) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert chunks(5, 100, 1) == [(i, i + 1) for i in range(5)]

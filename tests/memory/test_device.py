@@ -63,6 +63,9 @@ def test_only_products_with_a_bias_of_a_row_take_it():
     assert not adds_bias("addmm", (full, a, a))
     assert not adds_bias("addmm", (row, a, torch.ones(3, 1)))
     assert not adds_bias("mm", (a, a))
+    assert adds_bias("linear", (a, a, row))
+    assert not adds_bias("linear", (a, a))
+    assert not adds_bias("linear", (a, a, None))
 
 
 @pytest.mark.gpu
