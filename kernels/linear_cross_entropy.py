@@ -400,11 +400,12 @@ def _backward_cost(*args: Any, **kwargs: Any) -> Cost:
     logits = c.rows * c.weight.shape[0]
     count = len(chunks(c.rows, c.weight.shape[0] * c.x.element_size(), c.chunk_bytes))
     operands = tensor_bytes(c.x, c.weight, c.bias)
-    # Logits written and read, their gradient written and read twice; the sum of the weight's
-    # gradient read and written by each chunk.
+    # Logits read, their gradient written and read twice; the sum of the weight's gradient read and
+    # written by each chunk; where forward has not done all that, logits computed again.
     sums = 2 * count * c.weight.numel() * arithmetic(c.weight).itemsize
-    read = 2 * operands + 5 * logits * c.x.element_size() + sums
-    return Cost(read, operands, logits * (6 * c.x.shape[-1] + 5))
+    again = not _ahead(c)
+    read = (1 + again) * operands + (4 + again) * logits * c.x.element_size() + sums
+    return Cost(read, operands, logits * ((4 + 2 * again) * c.x.shape[-1] + 5))
 
 
 def _samples(device: torch.device) -> Iterator[Sample]:
