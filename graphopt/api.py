@@ -101,6 +101,7 @@ def optimize(
     rules: str | Rule | Iterable[str | Rule] = "default",
     memory_budget: int | float | str | None = None,
     segments: int | None = None,
+    offload: bool | str | None = False,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     resident_bytes: int | str = 0,
     dynamic: bool | str = "auto",
@@ -135,6 +136,10 @@ def optimize(
             needs is then recomputed where that costs the least time; `.memory_plan` tells. Each
             size of the inputs is planned by itself (`dynamic="auto"` counts as False).
         segments: recompute all but the borders of so many parts of the model instead.
+        offload: "auto" (or True): with a memory budget, values may wait for backward in pinned host
+            memory, too, where that is cheaper than computing them again or the budget cannot be
+            kept otherwise; the copies run beside the computation. On a CPU that brings nothing: a
+            warning says so. False or None: what is kept, is kept on the device.
         loss_fn: for the prediction of the peak: makes the loss of what forward returns. Without
             it that is the loss that forward returns, else gradients of its results.
         resident_bytes: what else lies on the device, such as the state of the optimizer (bytes,
@@ -170,7 +175,7 @@ def optimize(
     check_choice("precision", precision, PRECISION)
     overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
-    memory = check_memory(memory_budget, segments, loss_fn, resident_bytes)
+    memory = check_memory(memory_budget, segments, loss_fn, resident_bytes, offload)
     check_choice("dynamic", dynamic, DYNAMIC)
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("verify", verify, (True, False))

@@ -82,6 +82,7 @@ def fit(
     *,
     multiple_of: int = 1,
     recompute: bool = True,
+    offload: bool | str | None = False,
     precision: str | None = None,
     precision_overrides: Mapping[str, str | torch.dtype] | None = None,
     fuse: bool = True,
@@ -101,6 +102,7 @@ def fit(
         budget: bytes or "12GiB"; on a GPU also a float, a fraction of its memory.
         multiple_of: only multiples of this are looked at.
         recompute: whether backward may recompute; False for the largest batch without.
+        offload: as in `optimize`; the budget is there.
         precision: as in `optimize`.
         precision_overrides: as in `optimize`.
         fuse: as in `optimize`.
@@ -136,7 +138,7 @@ def fit(
     check_choice("precision", precision, PRECISION)
     overrides = check_overrides(model, precision_overrides)
     limit = _limit(model, budget)
-    memory = check_memory(limit, None, loss_fn, resident_bytes)
+    memory = check_memory(limit, None, loss_fn, resident_bytes, offload)
     assert memory is not None
     options = check_passes(fuse, rules, None)
     if not recompute:

@@ -30,7 +30,6 @@ NOT_YET = frozenset(
     {
         "autotune",
         "cuda_graph",
-        "offload",
     }
 )
 """Options of later versions."""

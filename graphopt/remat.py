@@ -56,6 +56,7 @@ def drop(
     held: Sequence[Any] = (),
     output: int | None = None,
     host: bool = False,
+    ahead: str | None = None,
 ) -> None:
     """Let go of what autograd saved of a value; backward computes it again.
 
@@ -65,18 +66,37 @@ def drop(
         held: what the recipe reads, tensors and numbers; one marker of each value gives it.
         output: which of its op's tensors it is; None where it is all there are.
         host: keep a copy in host memory, from which backward takes it, in place of a recipe.
+        ahead: for a copy in host memory the name of the recipe in whose turn, in backward, it
+            begins to come back; None for when it is asked for.
     """
     scope = _LOCAL.scope
     if scope is None:
         return
     if host:
-        held = [scope.sent(value)]
+        held = [scope.sent(value, name, ahead)]
     scope.drop(value, name, held, output)
 
 
+@fx.node.has_side_effect
+def release(name: str) -> None:
+    """Let the device go of a value that was sent to host memory: wait for its copy.
+
+    Args:
+        name: the name of its recipe.
+    """
+    scope = _LOCAL.scope
+    if scope is not None:
+        scope.release(name)
+
+
 def is_marker(node: fx.Node) -> bool:
-    """Whether a node marks where a value is dropped."""
-    return node.op == "call_function" and node.target is drop
+    """Whether a node marks where a value is dropped, or where its copy is done."""
+    return node.op == "call_function" and node.target in (drop, release)
+
+
+def is_release(node: fx.Node) -> bool:
+    """Whether a node marks where a value's copy to host memory is done."""
+    return node.op == "call_function" and node.target is release
 
 
 def scope(found: Mapping[str, Recipe]) -> contextlib.AbstractContextManager[Any]:
@@ -173,9 +193,18 @@ class _Scope:
                 if handle is not None:
                     handle.promise(known, i)
 
-    def sent(self, value: torch.Tensor) -> HostCopy | torch.Tensor:
+    def sent(self, value: torch.Tensor, name: str, ahead: str | None) -> HostCopy | torch.Tensor:
         """A copy of a value in host memory; the value where no copy can stand for it."""
-        return HostCopy(value, self._run.line) if may_leave(value) else value
+        if not may_leave(value):
+            return value
+        copy = self._run.line.send(name, value)
+        if ahead is not None:
+            self._value(ahead).wakes.append(weakref.ref(copy))
+        return copy
+
+    def release(self, name: str) -> None:
+        """Let the device go of a value that was sent."""
+        self._run.line.release(name)
 
     def _value(self, name: str) -> _Value:
         if name not in self._values:
@@ -342,6 +371,7 @@ class _Value:
         self.recipe: Recipe | None = None
         self.layouts: dict[int, _Layout] = {}
         self.handles: dict[int, weakref.ref[_Handle]] = {}
+        self.wakes: list[weakref.ref[HostCopy]] = []
         self._held: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._reads: list[_Value] = []
@@ -418,6 +448,10 @@ class _Value:
         assert self.recipe is not None
         for tensor, version in self._versions:
             _check_version(tensor, version)
+        for found in self.wakes:
+            copy = found()
+            if copy is not None:
+                copy.fetch_ahead()
         reads = {n: have[v] for n, v in zip(self.recipe.reads, self._reads, strict=True)}
         made = evaluate(self.recipe.call, self._held, reads)
         if self._run.keeps():

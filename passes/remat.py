@@ -22,16 +22,38 @@ from graphopt.graph.recipes import sum_of
 from graphopt.graph.record import site_of
 from graphopt.passes.base import Log
 from graphopt.passes.values import Values, items_of, reasons, saved_bytes, sources_of, value_of
-from graphopt.remat import drop, is_marker
+from graphopt.remat import drop, is_marker, is_release, release
 
 __all__ = [
     "RecomputeRegions",
     "Rematerialize",
+    "Trip",
     "reasons",
     "region_values",
     "saved_bytes",
     "segment_values",
 ]
+
+
+LEAVING = 2
+"""How many values are on their way to host memory at a time where no plan says more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    """When a value goes to host memory and comes back.
+
+    Attributes:
+        name: the value; of an op with several results the item.
+        until: the node behind which the device lets go of it, its copy done; None for the end of
+            forward.
+        ahead: the dropped value whose turn in backward begins the copy back; None: none does, it
+            comes when it is asked for.
+    """
+
+    name: str
+    until: str | None
+    ahead: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +64,16 @@ class Rematerialize:
         recompute: names of values to compute again in backward. Of those that autograd does not
             save, only what the others are computed from gets a marker. A norm that an op returns
             beside the sum under it may be named alone (`graphopt.graph.recipes.sum_of`).
-        offload: names of values to keep in host memory between forward and backward.
+        offload: names of values, or of items of them, to keep in host memory between forward and
+            backward.
+        trips: when those go and come, for each by name; where one is left out, its copy is waited
+            for when `LEAVING` others were sent after it, and begins to come back in the turn of
+            the one that was sent next.
     """
 
     recompute: frozenset[str]
     offload: frozenset[str] = frozenset()
+    trips: tuple[Trip, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,7 +95,8 @@ class Rematerialize:
         if not needed:
             return
         before = copy_graph(body.graph)
-        _place(needed, set(away), values)
+        markers = _place(needed, set(away), values)
+        _send(markers, {t.name: t for t in self.trips}, values.graph)
         log.add_global(self.name, before, body, ())
 
 
@@ -91,10 +119,13 @@ def _chosen(names: frozenset[str], body: Body) -> list[fx.Node]:
 
 def _away(names: frozenset[str], values: Values) -> list[fx.Node]:
     """The parts of the values that go to host memory."""
+    if not names:
+        return []
     known = {value.name: value for value in values if value.op == "call_function"}
+    items = {p.name: p for value in known.values() for p in values.parts_of(value)}
     away: list[fx.Node] = []
     for name in sorted(names):
-        value = known.get(name)
+        value = known.get(name) or items.get(name)
         why = "is no value that the graph computes" if value is None else None
         parts = [] if value is None else values.parts_of(value)
         if value is not None and any(p in values.left for p in parts):
@@ -156,12 +187,14 @@ def _needs(value: fx.Node, dropped: set[fx.Node], values: Values) -> _Needs:
     return _Needs(list(reads), list(held))
 
 
-def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) -> None:
-    """Insert the markers; those of values in `away` send them to host memory."""
+def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) -> dict[str, fx.Node]:
+    """Insert the markers; those of values in `away` send them to host memory, and are returned."""
     last = _last_uses(needed, values)
+    sent: dict[str, fx.Node] = {}
     after: dict[fx.Node, fx.Node] = {}  # where the next marker behind a node goes
     for value, needs in needed.items():
         parts = [p for p in values.parts_of(value) if p not in values.left]
+        parts = [p for p in parts if p is value or p not in away]  # those have their own markers
         held: list[fx.Node] = needs.held
         for part in sorted(parts, key=lambda p: last[p]):
             args = (_tensors(part), value.name, *([held] if held else []))
@@ -169,12 +202,53 @@ def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) ->
             if part in away:
                 kwargs["host"] = True
             place = _behind_items(last[part])
-            with values.graph.inserting_after(after.get(place, place)):
-                marker = values.graph.call_function(drop, args, kwargs)
+            marker = _insert(drop, args, kwargs, place, after.get(place, place))
             after[place] = marker
-            marker.meta = {k: place.meta[k] for k in PROVENANCE if k in place.meta}
-            marker.meta |= {"val": None, "graphopt_rule": "rematerialize"}
+            if part in away:
+                sent[value.name] = marker
             held = []
+    return sent
+
+
+def _insert(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, after: fx.Node
+) -> fx.Node:
+    """A marker behind a node, from the same place of the model as another."""
+    with after.graph.inserting_after(after):
+        marker = after.graph.call_function(target, args, kwargs)
+    marker.meta = {k: like.meta[k] for k in PROVENANCE if k in like.meta}
+    marker.meta |= {"val": None, "graphopt_rule": "rematerialize"}
+    return marker
+
+
+def _send(markers: dict[str, fx.Node], trips: dict[str, Trip], graph: fx.Graph) -> None:
+    """Say in the graph when what goes to host memory leaves the device, and when it comes back."""
+    nodes = {n.name: n for n in graph.nodes}
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    order = sorted(markers, key=lambda name: place[markers[name]])
+    after: dict[fx.Node, fx.Node] = {}
+    for i, name in enumerate(order):
+        marker = markers[name]
+        trip = trips.get(name)
+        if trip is None:
+            later = order[i + LEAVING] if i + LEAVING < len(order) else None
+            ahead = order[i + 1] if i + 1 < len(order) else None
+            until = None if later is None else markers[later]
+        else:
+            ahead, until = trip.ahead, nodes[trip.until] if trip.until is not None else None
+        if ahead is not None:
+            marker.kwargs = {**marker.kwargs, "ahead": ahead}
+        if until is not None:
+            behind = max(marker, _behind_markers(until), key=place.__getitem__)
+            after[behind] = _insert(release, (name,), {}, behind, after.get(behind, behind))
+
+
+def _behind_markers(node: fx.Node) -> fx.Node:
+    """The last of a node's items and of the markers right behind it."""
+    place = _behind_items(node)
+    while is_marker(place.next) and not is_release(place.next):
+        place = place.next
+    return place
 
 
 def _behind_items(node: fx.Node) -> fx.Node:

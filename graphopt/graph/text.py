@@ -18,7 +18,7 @@ from graphopt.graph import ops
 from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.recipes import marked
 from graphopt.graph.record import site_of
-from graphopt.remat import is_marker
+from graphopt.remat import is_marker, is_release
 
 DTYPES = {
     torch.float64: "f64",
@@ -68,7 +68,8 @@ def ir_text(body: Body) -> str:
             lines.append(f"return ({outs})")
             continue
         if is_marker(node):
-            lines.append(f"drop({', '.join(_arguments(node, names))})")
+            kind = "release" if is_release(node) else "drop"
+            lines.append(f"{kind}({', '.join(_arguments(node, names))})")
             continue
         names[node] = f"%{len(lines)}"
         if node.op == "placeholder":
@@ -213,6 +214,9 @@ def statement(
         items: the items of its tuple result, where they are unpacked on the same line.
         hidden: names of arguments whose values are shown as "*".
     """
+    if is_release(node):
+        name = "*" if hidden else repr(node.args[0])
+        return f"remat.release({name})  # in host memory by now"
     if is_marker(node):
         parts, op = _arguments(node, names), ops.op_name(marked(node).op.target)
         parts[1] = "*" if hidden else parts[1]  # numbers the values of the whole graph

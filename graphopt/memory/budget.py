@@ -150,6 +150,7 @@ def unreachable(
     *,
     resident: int = 0,
     low: bool = False,
+    offloaded: int | None = None,
 ) -> BudgetError:
     """The error for a budget that cannot be kept.
 
@@ -161,6 +162,7 @@ def unreachable(
         live: what is alive at the smallest peak.
         resident: bytes that the user said lie there, too.
         low: whether the graph is in low precision already.
+        offloaded: the smallest predicted peak with values in host memory, where that was asked.
     """
     groups: dict[str, list[Holder]] = {}
     for h in live:
@@ -177,6 +179,8 @@ def unreachable(
     same = f" of the {shown(plain)} without a plan" if asked.fraction is not None else ""
     named = [h for text in largest for h in groups[text]]
     cures = [f"memory_budget={_next(lowest)}", "a smaller batch (graphopt.fit finds the largest)"]
+    if offloaded is not None and offloaded < lowest:
+        cures.insert(0, f"offload='auto' (reaches {shown(offloaded)})")
     error = BudgetError(
         f"memory_budget={asked} ({shown(limit)}{same}) cannot be kept:"
         f" the smallest peak is {shown(lowest)}",

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from graphopt.errors import GraphOptError, OptionError
+from graphopt.cost.roofline import rates_of
+from graphopt.errors import GraphOptError, GraphoptWarning, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.facts import nbytes, tensors_of
 from graphopt.graph.record import RewriteRecord
 from graphopt.kernels.linear_cross_entropy import CHUNK_BYTES
+from graphopt.memory.away import with_offloads
 from graphopt.memory.budget import Budget, check_budget, check_resident, unreachable
 from graphopt.memory.facts import measure
 from graphopt.memory.oracle import Prediction, predict
 from graphopt.memory.problem import CurvePoint, Problem
-from graphopt.memory.result import MemoryPlan, spread
+from graphopt.memory.result import MemoryPlan, by_module, spread
 from graphopt.memory.search import Choice, pareto
 from graphopt.memory.simulate import compressed, needed
 from graphopt.passes.base import LOW, Log
 from graphopt.passes.chunked_loss import ChunkLoss
 from graphopt.passes.remat import Rematerialize, region_values, segment_values
 
-__all__ = ["CurvePoint", "MemoryOptions", "MemoryPlan", "Planned", "check_memory", "plan", "spread"]
+__all__ = [
+    "CurvePoint",
+    "MemoryOptions",
+    "MemoryPlan",
+    "Planned",
+    "by_module",
+    "check_memory",
+    "plan",
+    "spread",
+]
 
 TRIES = 5
 """How often a tighter plan is taken where the oracle finds one above the budget."""
@@ -53,12 +65,14 @@ class MemoryOptions:
         segments: recompute all but the borders of so many parts, as `checkpoint_sequential` does.
         loss_fn: makes a scalar of the result of forward.
         resident_bytes: what else lies on the device.
+        offload: whether values may lie in host memory between forward and backward.
     """
 
     budget: Budget | None = None
     segments: int | None = None
     loss_fn: LossFn | None = None
     resident_bytes: int = 0
+    offload: bool = False
 
     def planned(self, body: Body, offset: int = 0, limits: dict[str, int] | None = None) -> Planned:
         """Plan a body; see `plan`."""
@@ -66,7 +80,11 @@ class MemoryOptions:
 
 
 def check_memory(
-    memory_budget: Any, segments: Any = None, loss_fn: Any = None, resident_bytes: Any = 0
+    memory_budget: Any,
+    segments: Any = None,
+    loss_fn: Any = None,
+    resident_bytes: Any = 0,
+    offload: Any = False,
 ) -> MemoryOptions | None:
     """The memory options from what a user wrote; None where nothing is asked for.
 
@@ -95,6 +113,7 @@ def check_memory(
             why="each of them decides what is recomputed",
             try_="memory_budget alone: it finds what segments would, where that is best",
         )
+    away = _check_offload(offload, budget, segments)
     if budget is None and segments is None:
         for name, given in (("loss_fn", loss_fn is not None), ("resident_bytes", resident > 0)):
             if given:
@@ -104,7 +123,31 @@ def check_memory(
                     try_=f"memory_budget='8GiB', {name}=...",
                 )
         return None
-    return MemoryOptions(budget, segments, loss_fn, resident)
+    return MemoryOptions(budget, segments, loss_fn, resident, away)
+
+
+def _check_offload(offload: Any, budget: Budget | None, segments: Any) -> bool:
+    """Whether values may go to host memory."""
+    if offload is None or offload is False:
+        return False
+    if offload is not True and not (isinstance(offload, str) and offload == "auto"):
+        raise OptionError(
+            f"offload is {offload!r}"[:100],
+            try_="'auto' (the plan chooses what goes to host memory), or False",
+        )
+    if segments is not None:
+        raise OptionError(
+            "offload and segments are given together",
+            why="segments says what is kept, and where: on the device",
+            try_="memory_budget='8GiB', offload='auto': the plan finds both",
+        )
+    if budget is None:
+        raise OptionError(
+            f"offload={offload!r} is given without memory_budget",
+            why="what goes to host memory is chosen so that a budget is kept",
+            try_="memory_budget='8GiB', offload='auto'",
+        )
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,17 +206,34 @@ def plan(
     if not body.grad:
         peak = plain.peak_bytes
         raise unreachable(budget, limit, peak, peak, plain.live, resident=resident, low=low)
-    plans = asked.plans(asked.predicted(body) if own else plain)
+    linked = bool(rates_of(body.device).host_gbs)
+    if options.offload and not linked:
+        _say_that_nothing_goes(body.device)
+    routes = asked.routes(asked.predicted(body) if own else plain)
+    plans = asked.plans(routes, offload=options.offload)
     found = asked.confirmed(plans, limit - int(SPARE * limit))
     lowest = found.prediction
     if lowest.peak_bytes > limit:
         peaks = lowest.peak_bytes, plain.peak_bytes
-        raise unreachable(budget, limit, *peaks, lowest.live, resident=resident, low=low)
+        reach = asked.lowest(routes) if linked and not options.offload else None
+        raise unreachable(
+            budget, limit, *peaks, lowest.live, resident=resident, low=low, offloaded=reach
+        )
     if limits is not None:
         limits["bytes"] = max(limit, limits.get("bytes", 0))
-    curve = tuple(CurvePoint(p.peak, p.ms, p.route.problem.count(p.dropped)) for p in plans)
+    curve = tuple(p.point for p in plans)
     described = asked.described(str(budget), limit, plain, lowest, found.choice, curve)
     return Planned(found.body, described, found.rewrites)
+
+
+def _say_that_nothing_goes(device: torch.device) -> None:
+    why = "it is host memory already" if device.type == "cpu" else "its link is not known"
+    warnings.warn(
+        f"offload='auto' keeps nothing in host memory: the model is on {device}, and {why};"
+        " the plan recomputes only",
+        GraphoptWarning,
+        stacklevel=2,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,12 +255,19 @@ class _Route:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """One plan on one route: its peak by the replay, all that it costs, what it drops."""
+    """One plan on one route: its peak by the replay, all that it costs, what it drops and sends."""
 
     route: _Route
     peak: int
     ms: float
     dropped: Choice
+    away: Choice = frozenset()
+
+    @property
+    def point(self) -> CurvePoint:
+        """The plan as it stands in the curve."""
+        count = self.route.problem.count(self.dropped)
+        return CurvePoint(self.peak, self.ms, count, len(self.away))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,18 +292,25 @@ class _Asked:
         """The oracle's judgement on the body with some markers."""
         return predict(body, **self._circumstances())
 
-    def plans(self, plain: Prediction) -> list[_Choice]:
+    def plans(self, routes: Sequence[_Route], *, offload: bool) -> list[_Choice]:
         """The plans that no other beats, on all routes, from loose to tight."""
-        found = [
-            _Choice(route, p.peak, p.ms + route.ms, p.dropped)
-            for route in self.routes(plain)
-            for p in pareto(compressed(route.problem.timeline))
-        ]
+        found = []
+        for route in routes:
+            line = route.problem.timeline
+            points = pareto(compressed(dataclasses.replace(line, movable=())))
+            if offload:
+                points = [*points, *with_offloads(compressed(line), points)]
+            found += [_Choice(route, p.peak, p.ms + route.ms, p.dropped, p.away) for p in points]
         kept: list[_Choice] = []
         for choice in sorted(found, key=lambda c: (c.ms, c.peak)):
             if not kept or choice.peak < kept[-1].peak:
                 kept.append(choice)
         return kept
+
+    def lowest(self, routes: Sequence[_Route]) -> int:
+        """The smallest peak that can be had with values in host memory."""
+        body, _ = self.applied(self.plans(routes, offload=True)[-1])
+        return self.predicted(body).peak_bytes
 
     def routes(self, plain: Prediction) -> list[_Route]:
         """The body as it is, and with its loss in chunks where it has one that can be."""
@@ -305,7 +379,9 @@ class _Asked:
         """The body with markers for what a plan drops."""
         route = choice.route
         work, log = route.body.copy(), Log()
-        Rematerialize(route.problem.names(choice.dropped)).run(work, log)
+        names = route.problem.names(choice.dropped)
+        trips = route.problem.trips(choice.dropped, choice.away)
+        Rematerialize(names, frozenset(t.name for t in trips), trips).run(work, log)
         return work, (*route.rewrites, *self._numbered(log.rewrites, len(route.rewrites)))
 
     def confirmed(self, points: Sequence[_Choice], limit: int) -> _Found:
@@ -371,7 +447,7 @@ class _Asked:
             extra_ms=choice.ms if choice is not None else 0.0,
             forward_ms=problem.forward_ms if problem is not None else 0.0,
             recompute=problem.recomputes(choice.dropped) if problem and choice else (),
-            offload=(),
+            offload=problem.offloads(choice.dropped, choice.away) if problem and choice else (),
             curve=curve,
             chunked_loss=bool(choice is not None and choice.route.rewrites),
             loss=plain.loss,

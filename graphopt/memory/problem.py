@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt.graph import ops
@@ -15,7 +16,10 @@ from graphopt.graph.recipes import sum_of
 from graphopt.graph.record import Site, site_of
 from graphopt.memory.facts import Facts
 from graphopt.memory.search import Choice
-from graphopt.memory.simulate import Timeline, Value, needed
+from graphopt.memory.simulate import Timeline, Value, needed, simulate
+from graphopt.memory.trips import LATENCY_MS, Movable, Times
+from graphopt.offload import may_leave
+from graphopt.passes.remat import Trip
 from graphopt.passes.values import Values, reasons, value_of
 
 
@@ -45,18 +49,47 @@ class Recompute:
 
 
 @dataclasses.dataclass(frozen=True)
+class Offload:
+    """A value that lies in host memory between forward and backward.
+
+    Attributes:
+        value: name of its node; of an op with several results that of the item.
+        op: what computes it.
+        bytes: of it.
+        ms: predicted time of its copy, one way, beside the computation.
+        until: the node of forward behind which the device lets go of it; None for forward's end.
+        ahead: the dropped value in whose turn in backward it comes back; None: when asked for.
+        site: module and line that it came from.
+    """
+
+    value: str
+    op: str
+    bytes: int
+    ms: float
+    until: str | None
+    ahead: str | None
+    site: Site
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class CurvePoint:
     """One plan among those that no other beats in both.
 
     Attributes:
         peak_bytes: predicted by the replay, which agrees with the oracle to about a percent.
-        extra_ms: predicted time of all its recomputes.
+        extra_ms: predicted time of all its recomputes, and of waiting for copies.
         recomputed: how many values it recomputes.
+        offloaded: how many values it keeps in host memory.
     """
 
     peak_bytes: int
     extra_ms: float
     recomputed: int
+    offloaded: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +100,13 @@ class Problem:
         timeline: its step without a plan, with one value per node that owns storage.
         sites: where each value came from, and its op.
         forward_ms: predicted time of the forward.
+        nodes: the node of each step.
     """
 
     timeline: Timeline
     sites: tuple[tuple[Site, str], ...]
     forward_ms: float
+    nodes: tuple[str | None, ...] = ()
 
     @classmethod
     def of(cls, body: Body, facts: Facts, shift: int = 0) -> Problem:
@@ -128,9 +163,15 @@ class Problem:
                 )
         before = tuple(s.before + shift for s in facts.steps)
         peak = tuple(s.peak + shift for s in facts.steps)
-        timeline = Timeline(before, peak, tuple(values))
+        movable = _movable(body, facts, place) if facts.rates.host_gbs else ()
+        ends = max(
+            (i + 1 for i, s in enumerate(facts.steps) if s.node and not s.backward), default=0
+        )
+        times = Times(tuple(s.ms for s in facts.steps), ends)
+        timeline = Timeline(before, peak, tuple(values), movable, times)
         sites = tuple(map(_site, (nodes[n] for n in place)))
-        return cls(timeline, sites, sum(v.ms for v in values if v.part_of is None))
+        forward_ms = sum(v.ms for v in values if v.part_of is None)
+        return cls(timeline, sites, forward_ms, tuple(s.node for s in facts.steps))
 
     def names(self, dropped: Choice) -> frozenset[str]:
         """The names of some values."""
@@ -152,6 +193,23 @@ class Problem:
             ]
             reason += f", on the way to {', '.join(sorted(readers)[:3])}"
         return Recompute(v.name, op, v.saved, v.ms, reason, site)
+
+    def offloads(self, dropped: Choice, away: Choice) -> tuple[Offload, ...]:
+        """What a plan keeps in host memory, and when, in words."""
+        found = []
+        if not away:
+            return ()
+        for stay in simulate(self.timeline, dropped, away).stays:
+            m = self.timeline.movable[stay.value]
+            site, op = self.sites[m.owner]
+            last = stay.gone >= self.timeline.times.forward - 1
+            until = None if last else self.nodes[stay.gone]
+            found.append(Offload(m.name, op, m.bytes, m.copy_ms, until, stay.ahead, site))
+        return tuple(found)
+
+    def trips(self, dropped: Choice, away: Choice) -> tuple[Trip, ...]:
+        """When what a plan keeps in host memory goes and comes, for the pass."""
+        return tuple(Trip(o.value, o.until, o.ahead) for o in self.offloads(dropped, away))
 
     def count(self, dropped: Choice) -> int:
         """How many values a plan recomputes."""
@@ -176,3 +234,48 @@ def _reads(body: Body, place: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
                 sorted({place[n.name] for n in (*parts, *owners) if n.name in place})
             )
     return found
+
+
+def _movable(body: Body, facts: Facts, place: Mapping[str, int]) -> tuple[Movable, ...]:
+    """The tensors that may go to host memory: dense, computed, and not seen outside.
+
+    Not a norm that is returned beside its sum: that is computed from the sum in no time.
+    """
+    values = Values.of(body.graph)
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in body.graph.nodes:
+        if node.name in place:
+            for source in node.all_input_nodes:
+                readers.setdefault(values.parts[source], {})[place[node.name]] = None
+    found = []
+    for value in values:
+        f = facts.values.get(value.name)
+        if f is None:
+            continue
+        for part in values.parts_of(value):
+            own = f if part is value else f.items.get(part.name)
+            if own is None or part in values.left or not _may_go(part):
+                continue
+            if part is not value and part.name in place:
+                continue
+            found.append(
+                Movable(
+                    name=part.name,
+                    bytes=own.bytes,
+                    owner=place[value.name],
+                    last_use=max(own.last_use, f.made),
+                    freed=own.freed,
+                    unpacks=own.unpacks if own.saved_bytes else (),
+                    readers=tuple(readers.get(part, ())),
+                    copy_ms=LATENCY_MS + facts.rates.offload_ms(own.bytes),
+                )
+            )
+    return tuple(found)
+
+
+def _may_go(part: fx.Node) -> bool:
+    val = part.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+        return False
+    sizes = (*val.shape, *val.stride())
+    return all(isinstance(s, int) for s in sizes) and may_leave(val)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphopt.memory.budget import shown
-from graphopt.memory.problem import CurvePoint, Recompute
+from graphopt.memory.problem import CurvePoint, Offload, Recompute
 from graphopt.report.fold import fold
 
 
@@ -22,10 +22,10 @@ class MemoryPlan:
             gradients, inputs, activations, temporaries and `resident_bytes`.
         unplanned_peak_bytes: the same without a plan.
         where: the op at which the peak with the plan is.
-        extra_ms: predicted time of all recomputes in a step.
+        extra_ms: predicted time of all recomputes in a step, and of waiting for copies.
         forward_ms: predicted time of one forward, to compare with.
         recompute: what is computed again, in the order of the graph.
-        offload: names of values that lie in host memory between forward and backward.
+        offload: what lies in host memory between forward and backward.
         curve: the plans to choose from, from loose to tight.
         chunked_loss: whether the last linear layer and its loss run in chunks of rows.
         loss: what the predicted backward began from, in words.
@@ -40,7 +40,7 @@ class MemoryPlan:
     extra_ms: float
     forward_ms: float
     recompute: tuple[Recompute, ...]
-    offload: tuple[str, ...]
+    offload: tuple[Offload, ...]
     curve: tuple[CurvePoint, ...]
     chunked_loss: bool
     loss: str
@@ -53,17 +53,20 @@ class MemoryPlan:
 
     def __repr__(self) -> str:
         """A table: the peaks, what is recomputed by module, the curve."""
-        return "\n".join([self.headline, *self._rows(), *self._curve_rows()])
+        rows = [*self._rows(), *self._offload_rows(), *self._curve_rows()]
+        return "\n".join([self.headline, *rows])
 
     @property
     def headline(self) -> str:
         """Budget, peaks and cost in one line."""
         limit = "" if self.budget_bytes is None else f" ({shown(self.budget_bytes)})"
         cost = "nothing is recomputed"
-        if self.recompute or self.chunked_loss:
+        if self.recompute or self.chunked_loss or self.offload:
             share = 100 * self.extra_ms / self.forward_ms if self.forward_ms else 0.0
+            away = sum(o.bytes for o in self.offload)
+            kept = f" and {len(self.offload)} ({shown(away)}) kept in host memory" if away else ""
             cost = (
-                f"{len(self.recompute)} values are recomputed,"
+                f"{len(self.recompute)} values are recomputed{kept},"
                 f" +{self.extra_ms:.3g} ms ({share:.0f}% of a forward)"
             )
         if self.chunked_loss:
@@ -75,32 +78,13 @@ class MemoryPlan:
 
     def modules(self) -> list[tuple[str, int, int, float, str]]:
         """By module, equal blocks as one: (where, values, bytes, ms, ops)."""
-        groups: dict[str, list[Recompute]] = {}
-        for r in self.recompute:
-            groups.setdefault(r.site.module, []).append(r)
-        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for path, chosen in groups.items():
-            stars = ".".join("*" if p.isdigit() else p for p in path.split("."))
-            alike.setdefault((stars, tuple(r.op for r in chosen)), []).append(path)
-        rows = []
-        for (_, kinds), paths in alike.items():
-            chosen = [r for path in paths for r in groups[path]]
-            name, count = next(iter(fold(paths).items()))
-            where = (name or "(root)") + (f" x{count}" if count > 1 else "")
-            size, ms = sum(r.bytes for r in chosen), sum(r.ms for r in chosen)
-            rows.append((where, len(chosen), size, ms, ", ".join(dict.fromkeys(kinds))))
-        return rows
+        return by_module(self.recompute)
 
     def _rows(self) -> list[str]:
-        rows = self.modules()
-        if not rows:
-            return []
-        width = max(len("module"), *(len(r[0]) for r in rows))
-        lines = [f"  {'module':{width}}  values       kept        ms  ops"]
-        for where, count, size, ms, kinds in rows:
-            less = f"-{shown(size)}" if size else "-"
-            lines.append(f"  {where:{width}}  {count:6d}  {less:>9}  {ms:8.3g}  {kinds}")
-        return lines
+        return _table("module", self.modules())
+
+    def _offload_rows(self) -> list[str]:
+        return _table("in host memory", by_module(self.offload))
 
     def _curve_rows(self) -> list[str]:
         if len(self.curve) < 2:
@@ -118,9 +102,42 @@ class MemoryPlan:
                 if f.name not in ("recompute", "offload", "curve")
             },
             "recompute": [r.to_dict() for r in self.recompute],
-            "offload": list(self.offload),
+            "offload": [o.to_dict() for o in self.offload],
             "curve": [dataclasses.asdict(p) for p in self.curve],
         }
+
+
+_Row = tuple[str, int, int, float, str]
+
+
+def by_module(chosen: Sequence[Recompute] | Sequence[Offload]) -> list[_Row]:
+    """By module, equal blocks as one: (where, values, bytes, ms, ops)."""
+    groups: dict[str, list[Any]] = {}
+    for r in chosen:
+        groups.setdefault(r.site.module, []).append(r)
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for path, found in groups.items():
+        stars = ".".join("*" if p.isdigit() else p for p in path.split("."))
+        alike.setdefault((stars, tuple(r.op for r in found)), []).append(path)
+    rows = []
+    for (_, kinds), paths in alike.items():
+        found = [r for path in paths for r in groups[path]]
+        name, count = next(iter(fold(paths).items()))
+        where = (name or "(root)") + (f" x{count}" if count > 1 else "")
+        size, ms = sum(r.bytes for r in found), sum(r.ms for r in found)
+        rows.append((where, len(found), size, ms, ", ".join(dict.fromkeys(kinds))))
+    return rows
+
+
+def _table(title: str, rows: Sequence[_Row]) -> list[str]:
+    if not rows:
+        return []
+    width = max(len(title), *(len(r[0]) for r in rows))
+    lines = [f"  {title:{width}}  values       kept        ms  ops"]
+    for where, count, size, ms, kinds in rows:
+        less = f"-{shown(size)}" if size else "-"
+        lines.append(f"  {where:{width}}  {count:6d}  {less:>9}  {ms:8.3g}  {kinds}")
+    return lines
 
 
 def spread(curve: Sequence[CurvePoint], most: int) -> list[CurvePoint]:

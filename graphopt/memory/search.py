@@ -38,11 +38,13 @@ class Point:
         peak: predicted bytes.
         ms: predicted time of all recomputes.
         dropped: positions of the dropped values in the timeline.
+        away: positions of those that go to host memory among the movable ones.
     """
 
     peak: int
     ms: float
     dropped: Choice
+    away: Choice = frozenset()
 
 
 def pareto(timeline: Timeline, levels: int = LEVELS) -> list[Point]:
@@ -97,6 +99,26 @@ def _spread(seeds: Sequence[Point], most: int = 3) -> list[Point]:
     return [seeds[0], seeds[len(seeds) // 2], seeds[-1]]
 
 
+def prices(values: Sequence[Value]) -> tuple[dict[int, float], dict[int, int]]:
+    """What dropping a value costs when all that autograd saves is there, and what it holds.
+
+    What it reads and autograd does not save is run again, too; what cannot be run is held.
+    """
+    cost: dict[int, float] = {}
+    holds: dict[int, int] = {}
+    closed: dict[int, frozenset[int]] = {}
+    lazy = {i for i, v in enumerate(values) if v.why_not is None and not v.unpacks}
+    for i, v in enumerate(values):
+        chain = {i}
+        for j in v.reads:
+            if not values[j].saved:
+                chain |= closed[j]
+        closed[i] = frozenset(chain)
+        cost[i] = sum(values[j].ms for j in chain if j == i or j in lazy)
+        holds[i] = sum(values[j].bytes for j in chain if j != i and j not in lazy)
+    return cost, holds
+
+
 class _Search:
     """All plans tried on one timeline."""
 
@@ -106,28 +128,9 @@ class _Search:
         may = [i for i, v in enumerate(self.values) if v.why_not is None]
         self.lazy = frozenset(i for i in may if not self.values[i].unpacks)
         self.choices = [i for i in may if self.values[i].unpacks and self.values[i].saved]
-        self.cost, self.holds = self._prices()
+        self.cost, self.holds = prices(self.values)
         self.points: dict[Point, None] = {}
         self._outcomes: dict[Choice, Outcome] = {}
-
-    def _prices(self) -> tuple[dict[int, float], dict[int, int]]:
-        """What dropping a value costs when all that autograd saves is there, and what it holds.
-
-        What it reads and autograd does not save is run again, too; what cannot be run is held.
-        """
-        cost: dict[int, float] = {}
-        holds: dict[int, int] = {}
-        closed: dict[int, frozenset[int]] = {}
-        for i, v in enumerate(self.values):
-            chain = {i}
-            for j in v.reads:
-                if not self.values[j].saved:
-                    chain |= closed[j]
-            closed[i] = frozenset(chain)
-            run = [j for j in chain if j == i or j in self.lazy]
-            cost[i] = sum(self.values[j].ms for j in run)
-            holds[i] = sum(self.values[j].bytes for j in chain if j != i and j not in self.lazy)
-        return cost, holds
 
     def outcome(self, dropped: Choice) -> Outcome:
         """Replay a plan, with what is recomputed on the way."""

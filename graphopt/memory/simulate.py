@@ -12,6 +12,8 @@ import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 
+from graphopt.memory.trips import NO_TIMES, Movable, Stay, Times, Traffic, traffic
+
 
 @dataclasses.dataclass(frozen=True)
 class Value:
@@ -61,11 +63,15 @@ class Timeline:
         before: live bytes as each step begins; parameters, gradients, inputs: all that is counted.
         peak: the most live bytes during each step.
         values: in the order in which the forward makes them; a value reads only earlier ones.
+        movable: what may go to host memory; none where there is no link to it.
+        times: of the steps, where something may.
     """
 
     before: tuple[int, ...]
     peak: tuple[int, ...]
     values: tuple[Value, ...]
+    movable: tuple[Movable, ...] = ()
+    times: Times = NO_TIMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +81,18 @@ class Outcome:
     Attributes:
         peak: the most live bytes of the step.
         at: the step where that is reached first.
-        ms: time of all recomputes.
+        ms: time of all recomputes, and of waiting for copies.
         levels: the most live bytes during each step.
+        stays: of what goes to host memory.
+        wait_ms: time of waiting for its copies.
     """
 
     peak: int
     at: int
     ms: float
     levels: tuple[int, ...] = dataclasses.field(repr=False, default=())
+    stays: tuple[Stay, ...] = ()
+    wait_ms: float = 0.0
 
 
 def needed(timeline: Timeline, dropped: Collection[int]) -> set[int]:
@@ -108,7 +118,13 @@ def needed(timeline: Timeline, dropped: Collection[int]) -> set[int]:
     return found
 
 
-def simulate(timeline: Timeline, dropped: Collection[int], *, levels: bool = False) -> Outcome:
+def simulate(
+    timeline: Timeline,
+    dropped: Collection[int],
+    away: Collection[int] = (),
+    *,
+    levels: bool = False,
+) -> Outcome:
     """Replay a step in which some values are dropped after the forward's last use of them.
 
     A dropped value is made again, once: when backward first asks for it or for what is computed
@@ -120,13 +136,14 @@ def simulate(timeline: Timeline, dropped: Collection[int], *, levels: bool = Fal
     Args:
         timeline: the step without a plan.
         dropped: positions in `timeline.values`.
+        away: positions in `timeline.movable` of what goes to host memory.
         levels: whether the outcome lists the bytes at each step.
 
     Returns:
         The outcome; `ms` is zero and `peak` the timeline's own for an empty plan.
     """
     values = timeline.values
-    chosen = needed(timeline, dropped)
+    chosen = needed(timeline, dropped) if dropped else set()
     used = sorted(chosen)
     first: dict[int, int] = {}  # the step that makes it again
     last: dict[int, int] = {}  # the last step that reads it
@@ -160,19 +177,51 @@ def simulate(timeline: Timeline, dropped: Collection[int], *, levels: bool = Fal
             stays[first[i]] = stays.get(first[i], 0) + v.bytes
         if not asked and last[i] > first[i]:
             ends[last[i]] = ends.get(last[i], 0) + v.bytes
+    moved = _moved(timeline, away, made)
+    elsewhere = _leave(change, timeline.movable, moved)
     for j in release.keys() - chosen:
         v = values[j]
-        if release[j] > v.freed:
-            change[v.freed + 1] += v.bytes
-            change[release[j] + 1] -= v.bytes
+        held = v.bytes - elsewhere.get(j, 0)
+        if release[j] > v.freed and held > 0:
+            change[v.freed + 1] += held
+            change[release[j] + 1] -= held
     extra = list(itertools.accumulate(change[: len(timeline.peak)]))
     found = list(map(operator.add, timeline.peak, extra))
     for step, makes in made.items():
         start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
         found[step] = max(found[step], start + _while_making(values, makes, step, last))
     top = max(found)
-    ms = sum(values[i].ms for i in used)
-    return Outcome(top, found.index(top), ms, tuple(found) if levels else ())
+    ms = sum(values[i].ms for i in used) + moved.wait_ms
+    steps = tuple(found) if levels else ()
+    return Outcome(top, found.index(top), ms, steps, moved.stays, moved.wait_ms)
+
+
+def _moved(
+    timeline: Timeline,
+    away: Collection[int],
+    made: Mapping[int, Sequence[int]],
+) -> Traffic:
+    """When what goes to host memory is not on the device."""
+    if not away:
+        return Traffic((), 0.0)
+    values = timeline.values
+    turns = {step: tuple(values[i].name for i in sorted(makes)) for step, makes in made.items()}
+    again = {step: sum(values[i].ms for i in makes) for step, makes in made.items()}
+    first = {i: step for step, makes in made.items() for i in makes}
+    return traffic(timeline.movable, away, timeline.times, turns, first, again)
+
+
+def _leave(change: list[int], movable: Sequence[Movable], moved: Traffic) -> dict[int, int]:
+    """Take what goes to host memory out of the levels; gives its bytes by the value it is of."""
+    elsewhere: dict[int, int] = {}
+    for stay in moved.stays:
+        m = movable[stay.value]
+        elsewhere[m.owner] = elsewhere.get(m.owner, 0) + m.bytes
+        change[m.freed + 1] += m.bytes
+        change[stay.gone + 1] -= m.bytes
+        change[stay.back] += m.bytes
+        change[stay.last + 1] -= m.bytes
+    return elsewhere
 
 
 def _while_making(
@@ -204,6 +253,8 @@ def compressed(timeline: Timeline) -> Timeline:
             starts |= {step, step + 1}
         for _, last_use, freed in (*v.saved_spans(), (0, v.last_use, v.freed)):
             starts |= {v.made, last_use, last_use + 1, freed, freed + 1}
+    for m in timeline.movable:
+        starts |= {m.last_use, m.last_use + 1, m.freed, m.freed + 1, timeline.times.forward}
     kept = sorted(s for s in starts if s < count)
     place = [0] * count
     for n, (first, end) in enumerate(zip(kept, [*kept[1:], count], strict=True)):
@@ -222,4 +273,17 @@ def compressed(timeline: Timeline) -> Timeline:
     before = tuple(timeline.before[s] for s in kept)
     ends = [*kept[1:], count]
     peak = tuple(max(timeline.peak[a:b]) for a, b in zip(kept, ends, strict=True))
-    return Timeline(before, peak, values)
+    if not timeline.movable:
+        return Timeline(before, peak, values)
+    movable = tuple(
+        dataclasses.replace(
+            m,
+            last_use=place[m.last_use],
+            freed=place[m.freed],
+            unpacks=tuple(place[s] for s in m.unpacks),
+        )
+        for m in timeline.movable
+    )
+    spent = tuple(sum(timeline.times.ms[a:b]) for a, b in zip(kept, ends, strict=True))
+    times = Times(spent, place[timeline.times.forward])
+    return Timeline(before, peak, values, movable, times)

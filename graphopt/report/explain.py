@@ -137,6 +137,7 @@ class Explanation:
         budget = ""
         if self.memory is not None and self.memory.budget_bytes is not None:
             budget = f", memory_budget={self.memory.asked}"
+            budget += ", offload='auto'" if self.memory.offload else ""
         return (
             "Bytes are counted, not measured: forward only, an op reads its inputs, writes its "
             f"results once.\nnext: opt = graphopt.optimize(model, inputs{budget}); "
@@ -186,6 +187,7 @@ def explain(
     max_rewrites: int | None = None,
     memory_budget: int | float | str | None = None,
     segments: int | None = None,
+    offload: bool | str | None = False,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     resident_bytes: int | str = 0,
 ) -> Explanation:
@@ -204,6 +206,7 @@ def explain(
         max_rewrites: as in `optimize`.
         memory_budget: as in `optimize`.
         segments: as in `optimize`.
+        offload: as in `optimize`.
         loss_fn: as in `optimize`.
         resident_bytes: as in `optimize`.
 
@@ -225,7 +228,7 @@ def explain(
     check_choice("precision", precision, PRECISION)
     overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
-    memory = check_memory(memory_budget, segments, loss_fn, resident_bytes)
+    memory = check_memory(memory_budget, segments, loss_fn, resident_bytes, offload)
     check_fit(model, args or (), kwargs)
     start = time.perf_counter()
     with progress(f"explain {type(model).__name__}"):

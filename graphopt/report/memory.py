@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphopt.memory.result import MemoryPlan, spread
+from graphopt.memory.result import MemoryPlan, by_module, spread
 from graphopt.report.table import Table, size
 from graphopt.report.view import Part
 
@@ -18,6 +18,11 @@ def memory_line(plan: MemoryPlan) -> str:
     cost = "nothing is recomputed"
     if plan.recompute:
         cost = f"{len(plan.recompute)} values are recomputed in backward ({_cost(plan)})"
+    if plan.offload:
+        away = size(sum(o.bytes for o in plan.offload))
+        more = "" if plan.recompute else f" ({_cost(plan)})"
+        kept = f"{len(plan.offload)} values ({away}) wait in host memory{more}"
+        cost = f"{cost}; {kept}" if plan.recompute else kept
     if plan.chunked_loss:
         cost += "; the last linear layer and its loss run in chunks of rows"
     return (
@@ -31,6 +36,8 @@ def memory_parts(plan: MemoryPlan) -> list[Part]:
     parts: list[Part] = [f"{memory_line(plan)}. The peak is at {plan.where or 'no op'}."]
     if plan.recompute:
         parts += ["Recomputed, by module:", _module_table(plan)]
+    if plan.offload:
+        parts += ["In host memory between forward and backward, by module:", _away_table(plan)]
     if len(plan.curve) > 1:
         parts += ["What other budgets would cost:", _curve_table(plan)]
     return [*parts, COUNTED]
@@ -45,12 +52,23 @@ def _module_table(plan: MemoryPlan) -> Table:
     return Table(header, rows, right=header[1:4])
 
 
-def _curve_table(plan: MemoryPlan) -> Table:
+def _away_table(plan: MemoryPlan) -> Table:
     rows = tuple(
-        (size(p.peak_bytes), f"+{p.extra_ms:.3g}", str(p.recomputed))
-        for p in spread(plan.curve, 10)
+        (where, str(count), size(kept), f"{ms:.3g}", kinds)
+        for where, count, kept, ms, kinds in by_module(plan.offload)
     )
-    header = ("predicted peak", "ms", "values")
+    header = ("module", "values", "bytes", "ms a way", "ops that made them")
+    return Table(header, rows, right=header[1:4])
+
+
+def _curve_table(plan: MemoryPlan) -> Table:
+    points = spread(plan.curve, 10)
+    columns = 4 if any(p.offloaded for p in plan.curve) else 3
+    rows = tuple(
+        (size(p.peak_bytes), f"+{p.extra_ms:.3g}", str(p.recomputed), str(p.offloaded))[:columns]
+        for p in points
+    )
+    header = ("predicted peak", "ms", "values", "in host memory")[:columns]
     return Table(header, rows, right=header)
 
 

@@ -120,6 +120,7 @@ OPTIONS = [
     is_option("segments is 0", segments=0),
     is_option("memory_budget is '4 parsecs'", memory_budget="4 parsecs"),
     is_option("given together", memory_budget="4GiB", segments=4),
+    is_option("without memory_budget", offload="auto"),
     is_option("cuda_graph= is not available yet", cuda_graph=True),
     is_option("optimize has no option 'fused'", "'fuse'", fused=True),
     is_option("optimize has no option 'on_errors'", "'on_error'", on_errors="raise"),
@@ -189,8 +190,8 @@ ATTACH = [
     ),
     in_place(
         "an option of later",
-        lambda o: graphopt.attach(o, offload=True),
-        "offload= is not available yet",
+        lambda o: graphopt.attach(o, cuda_graph=True),
+        "cuda_graph= is not available yet",
     ),
     in_place("a wrong value", lambda o: graphopt.attach(o, dynamic="no"), "dynamic is 'no'"),
     Use(

@@ -1,0 +1,130 @@
+"""Which values go to host memory, as the second choice beside recomputing them.
+
+From some of the plans that only recompute, values are sent one after the other: of those alive at
+the highest step first the ones that are dear to compute again, as long as the link carries them
+beside the computation and nothing waits. Then, for smaller peaks, those that are waited for. And
+at an equal peak, where that is faster, in place of being recomputed. The replay judges each step;
+what no other plan beats in both peak and time is kept by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from graphopt.memory.search import Choice, Point, prices
+from graphopt.memory.simulate import Outcome, Timeline, simulate
+
+STARTS = 10
+"""From how many plans values are sent."""
+
+DEAR = 4
+"""From how many of those, the tightest, values are sent that are waited for."""
+
+TRIES = 4
+"""Of how many values that are waited for the best is taken."""
+
+SWAPS = 80
+"""For how many recomputed values of a plan it is tried to send them instead."""
+
+LEAST_MS = 1e-6
+
+
+def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
+    """Plans that keep values in host memory, found from some that do not.
+
+    Args:
+        timeline: the step without a plan, with what may go.
+        points: plans from loose to tight.
+    """
+    if not timeline.movable or not points:
+        return []
+    search = _Offloads(timeline)
+    last = len(points) - 1
+    chosen = sorted({round(i * last / max(1, STARTS - 1)) for i in range(STARTS)})
+    found: list[Point] = []
+    for n, i in enumerate(chosen):
+        found += search.beside(points[i], dear=n >= len(chosen) - DEAR or n == 0)
+        found += search.swapped(points[i])
+    return found
+
+
+class _Offloads:
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        cost, _ = prices(timeline.values)
+        self.norms: dict[int, list[int]] = {}
+        for i, v in enumerate(timeline.values):
+            if v.part_of is not None and v.why_not is None:
+                self.norms.setdefault(v.part_of, []).append(i)
+        worth = [self._worth(c, cost) for c in range(len(timeline.movable))]
+        self.order = sorted(range(len(worth)), key=lambda c: (-worth[c], c))
+
+    def _worth(self, c: int, cost: dict[int, float]) -> float:
+        """Time of computing a value again for each byte; what cannot be is worth the most."""
+        m = self.timeline.movable[c]
+        if self.timeline.values[m.owner].why_not is not None:
+            return float("inf")
+        return cost[m.owner] / max(1, m.bytes)
+
+    def _run(self, dropped: Choice, away: Choice) -> Outcome:
+        return simulate(self.timeline, dropped, away, levels=True)
+
+    def _there(self, at: int, dropped: Choice, away: Choice) -> Iterator[int]:
+        """What lies on the device at a step and waits for backward, the dearest first."""
+        for c in self.order:
+            m = self.timeline.movable[c]
+            if c in away or m.owner in dropped or m.last_use >= at:
+                continue
+            held = any(r in dropped for r in m.readers)
+            if at < m.unpacks[0] if m.unpacks else held:
+                yield c
+
+    def beside(self, start: Point, *, dear: bool) -> list[Point]:
+        """Send what nothing waits for, as long as the peak falls; then what is waited for."""
+        away: Choice = frozenset()
+        outcome = self._run(start.dropped, away)
+        found: list[Point] = []
+        refused: set[int] = set()
+        free = True
+        while True:
+            best: tuple[float, int, Outcome] | None = None
+            tries = 0
+            for c in self._there(outcome.at, start.dropped, away):
+                if free and c in refused:
+                    continue
+                moved = self._run(start.dropped, away | {c})
+                gain = outcome.levels[outcome.at] - moved.levels[outcome.at]
+                price = max(0.0, moved.ms - outcome.ms)
+                if gain <= 0 or moved.peak > outcome.peak or (free and price > LEAST_MS):
+                    refused.add(c)
+                    continue
+                if best is None or price / gain < best[0]:
+                    best = price / gain, c, moved
+                tries += 1
+                if free or tries == TRIES:
+                    break
+            if best is None and free and dear:
+                free = False
+                continue
+            if best is None:
+                return found
+            away, outcome = away | {best[1]}, best[2]
+            found.append(Point(outcome.peak, outcome.ms, start.dropped, away))
+
+    def swapped(self, start: Point) -> list[Point]:
+        """Send in place of computing again, where that is faster and the peak stays."""
+        dropped, away = start.dropped, frozenset[int]()
+        outcome = self._run(dropped, away)
+        limit = outcome.peak
+        recomputed = [c for c in self.order if self.timeline.movable[c].owner in dropped]
+        for c in recomputed[:SWAPS]:
+            owner = self.timeline.movable[c].owner
+            if owner not in dropped:
+                continue
+            kept = (dropped - {owner}) | set(self.norms.get(owner, ()))
+            moved = self._run(kept, away | {c})
+            if moved.peak <= limit and moved.ms < outcome.ms - LEAST_MS:
+                dropped, away, outcome = kept, away | {c}, moved
+        if not away:
+            return []
+        return [Point(outcome.peak, outcome.ms, dropped, away)]
