@@ -2,8 +2,6 @@
 
     python tests/bench/memory.py                          # 12 small models on the CPU, 5 budgets
     python tests/bench/memory.py --device cuda            # the same, larger, on a GPU
-    python tests/bench/memory.py --device cuda --big      # llama, 542 M parameters, 8 x 2048 tokens
-    python tests/bench/memory.py --device cuda --deep     # 100 blocks beside checkpoint_sequential
     ... --markdown table.md --json table.json
 
 A model's budgets are its peak without a plan, the smallest that can be had, and three between, each
@@ -16,7 +14,6 @@ a budget, over the same weights and inputs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -24,7 +21,6 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,126 +247,12 @@ def checks(rows: list[Row]) -> list[str]:
     return wrong
 
 
-def big(steps: int, budgets: list[str]) -> list[str]:
-    """Llama, 542 M parameters, bf16: eager, eager with checkpoints, and budgets."""
-    from models import llama
-
-    torch.manual_seed(0)
-    network, inputs = llama()
-    model = LossOnly(network).cuda().train()
-    inputs = {k: v.cuda() for k, v in inputs.items()}
-    lines = [
-        "| variant | budget | predicted GiB | measured GiB | error | ms | x |",
-        "|---" * 7 + "|",
-    ]
-
-    def add(name: str, module: torch.nn.Module, budget: str = "", first: float = 0.0) -> float:
-        clean()
-        step = Step(module, inputs, "cuda")
-        with autocast() if not budget else contextlib.nullcontext():
-            peak, ms = step.peak(), step.ms(steps)
-        plan = getattr(module, "memory_plan", None) if budget else None
-        predicted = plan.predicted_peak_bytes / GIB if plan else 0.0
-        error = f"{100 * (predicted * GIB / peak - 1):+.2f}%" if plan else ""
-        cells = (name, budget, f"{predicted:.3f}" if plan else "", f"{peak / GIB:.3f}", error)
-        again = f"{ms / first:.3f}" if first else "1"
-        lines.append(f"| {' | '.join(cells)} | {ms:.2f} | {again} |")
-        print(lines[-1], flush=True)
-        if plan:
-            print(plan, flush=True)
-        return ms
-
-    def autocast() -> Any:
-        return torch.autocast("cuda", torch.bfloat16)
-
-    add("eager", model)
-    opt = graphopt.optimize(model, None, inputs, precision="bf16", memory_budget=1.0)
-    first = add("graphopt", opt, "none")
-    for budget in budgets:
-        del opt
-        try:
-            opt = graphopt.optimize(model, None, inputs, precision="bf16", memory_budget=budget)
-        except BudgetError as error:
-            opt = None
-            lines.append(f"| graphopt | {budget} | {error.what} |  |  |  |  |")
-            print(error, flush=True)
-            continue
-        add("graphopt", opt, budget, first)
-    # last: the switch leaves a hook on the embedding, with which nothing can be captured
-    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    add("eager, checkpoints", model, first=first)
-    return lines
-
-
-def deep(steps: int, device: str) -> list[str]:
-    """A hundred blocks: the smallest activations, beside `checkpoint_sequential`."""
-    from torch.utils.checkpoint import checkpoint_sequential
-
-    class Sequential(torch.nn.Module):
-        def __init__(self, model: Any, segments: int) -> None:
-            super().__init__()
-            self.model, self.segments = model, segments
-            self.parts = [_Residual(b) for b in model.blocks]
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            y = checkpoint_sequential(self.parts, self.segments, x, use_reentrant=False)
-            return torch.nn.functional.mse_loss(y, labels)
-
-    clean()
-    model, inputs = make("mlp100", device)
-    own = sum(t.nbytes for t in (*model.parameters(), *inputs.values()))
-    lines = ["| variant | activations MiB | less | ms | x |", "|---" * 5 + "|"]
-    first: list[float] = []
-
-    def add(name: str, module: torch.nn.Module) -> None:
-        clean()
-        step = Step(module, inputs, device)
-        peak = step.peak() - own
-        ms = step.ms(steps) if device == "cuda" else 0.0
-        first[:] = first or [peak, ms]
-        ratio = f"{ms:.2f} | {ms / first[1]:.3f}" if ms else " | "
-        lines.append(f"| {name} | {peak / 2**20:.2f} | {first[0] / peak:.2f}x | {ratio} |")
-        print(lines[-1], flush=True)
-
-    add("graphopt", graphopt.optimize(model, None, inputs))
-    add("eager", model)
-    for segments in (10, 20, 50):
-        add(f"checkpoint_sequential, {segments}", Sequential(model, segments))
-    low = smallest(model, inputs, {})
-    top = graphopt.optimize(model, None, inputs, memory_budget=1.0).memory_plan
-    for share in (0.5, 0.25, 0.1, 0.0):
-        budget = low + int(share * (top.unplanned_peak_bytes - low))
-        opt = graphopt.optimize(model, None, inputs, memory_budget=budget)
-        extra = opt.memory_plan.extra_ms / opt.memory_plan.forward_ms
-        add(f"graphopt, {budget / 2**20:.1f} MiB, +{100 * extra:.0f}% of a forward", opt)
-    for segments in (10, 20):
-        add(
-            f"graphopt, segments={segments}",
-            graphopt.optimize(model, None, inputs, segments=segments),
-        )
-    return lines
-
-
-class _Residual(torch.nn.Module):
-    def __init__(self, block: torch.nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.block(x)
-
-
 def main() -> int:
     """Run what is asked for and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", default=None, choices=("bf16", "fp16"))
-    parser.add_argument("--big", action="store_true", help="llama, 542 M parameters, on a GPU")
-    parser.add_argument(
-        "--deep", action="store_true", help="100 blocks beside checkpoint_sequential"
-    )
-    parser.add_argument("--budgets", default="12GiB,9GiB,7GiB,6GiB,5.47GiB,5.2GiB,5.0GiB,4.8GiB")
     parser.add_argument("--steps", type=int, default=10, help="timed steps on a GPU")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -384,19 +266,13 @@ def main() -> int:
         return 2
     warnings.simplefilter("ignore", GraphoptWarning)
     torch.use_deterministic_algorithms(options.device == "cpu")
-    said: dict[str, Callable[[], list[str]]] = {
-        "big": lambda: big(options.steps, options.budgets.split(",")),
-        "deep": lambda: deep(options.steps, options.device),
-    }
     rows: list[Row] = []
-    lines = next((run() for key, run in said.items() if getattr(options, key)), [])
-    if not lines:
-        lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
-        print("\n".join(lines))
-        for name in names:
-            found = table_of(name, options.device, options.steps, {"precision": options.precision})
-            lines += [text(row, found[0]) for row in found]
-            rows += found
+    lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+    print("\n".join(lines))
+    for name in names:
+        found = table_of(name, options.device, options.steps, {"precision": options.precision})
+        lines += [text(row, found[0]) for row in found]
+        rows += found
     if options.markdown:
         options.markdown.write_text("\n".join(lines) + "\n")
     if options.json:
