@@ -14,11 +14,8 @@ from collections.abc import Iterator, Sequence
 from graphopt.memory.search import Choice, Point, prices
 from graphopt.memory.simulate import Outcome, Timeline, simulate
 
-STARTS = 10
-"""From how many plans values are sent."""
-
-DEAR = 4
-"""From how many of those, the tightest, values are sent that are waited for."""
+STARTS = 24
+"""From how many plans values are sent; from fewer where a replay takes long."""
 
 TRIES = 4
 """Of how many values that are waited for the best is taken."""
@@ -39,11 +36,11 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
     if not timeline.movable or not points:
         return []
     search = _Offloads(timeline)
+    count = max(10, min(STARTS, 3000 // len(timeline.values)))
     last = len(points) - 1
-    chosen = sorted({round(i * last / max(1, STARTS - 1)) for i in range(STARTS)})
     found: list[Point] = []
-    for n, i in enumerate(chosen):
-        found += search.beside(points[i], dear=n >= len(chosen) - DEAR or n == 0)
+    for i in sorted({round(n * last / (count - 1)) for n in range(count)}):
+        found += search.beside(points[i])
         found += search.swapped(points[i])
     return found
 
@@ -79,7 +76,7 @@ class _Offloads:
             if at < m.unpacks[0] if m.unpacks else held:
                 yield c
 
-    def beside(self, start: Point, *, dear: bool) -> list[Point]:
+    def beside(self, start: Point) -> list[Point]:
         """Send what nothing waits for, as long as the peak falls; then what is waited for."""
         away: Choice = frozenset()
         outcome = self._run(start.dropped, away)
@@ -103,7 +100,7 @@ class _Offloads:
                 tries += 1
                 if free or tries == TRIES:
                     break
-            if best is None and free and dear:
+            if best is None and free:
                 free = False
                 continue
             if best is None:

@@ -129,7 +129,9 @@ def traffic(
 
 def _starts(times: Times, again_ms: Mapping[int, float]) -> list[float]:
     """When each step begins."""
-    spent = [ms + again_ms.get(step, 0.0) for step, ms in enumerate(times.ms)]
+    spent = list(times.ms)
+    for step, ms in again_ms.items():
+        spent[step] += ms
     return [0.0, *itertools.accumulate(spent)]
 
 

@@ -253,6 +253,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", default=None, choices=("bf16", "fp16"))
+    parser.add_argument("--offload", action="store_true", help="values may go to host memory")
     parser.add_argument("--steps", type=int, default=10, help="timed steps on a GPU")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -269,8 +270,9 @@ def main() -> int:
     rows: list[Row] = []
     lines = [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
     print("\n".join(lines))
+    asked = {"precision": options.precision, "offload": "auto" if options.offload else False}
     for name in names:
-        found = table_of(name, options.device, options.steps, {"precision": options.precision})
+        found = table_of(name, options.device, options.steps, asked)
         lines += [text(row, found[0]) for row in found]
         rows += found
     if options.markdown:
