@@ -27,6 +27,7 @@ from torch import fx
 
 from graphopt.errors import GraphOptError
 from graphopt.graph.calls import Recipe, evaluate
+from graphopt.kernels._overwrite import lend
 from graphopt.offload import HostCopy, Line, may_leave
 
 _DEVICES = ("cpu", "cuda")  # with an autocast of their own
@@ -57,6 +58,7 @@ def drop(
     output: int | None = None,
     host: bool = False,
     ahead: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Let go of what autograd saved of a value; backward computes it again.
 
@@ -68,13 +70,14 @@ def drop(
         host: keep a copy in host memory, from which backward takes it, in place of a recipe.
         ahead: for a copy in host memory the name of the recipe in whose turn, in backward, it
             begins to come back; None for when it is asked for.
+        overwrite: computed again, its memory may take its gradient (`graphopt.kernels._overwrite`).
     """
     scope = _LOCAL.scope
     if scope is None:
         return
     if host:
         held = [scope.sent(value, name, ahead)]
-    scope.drop(value, name, held, output)
+    scope.drop(value, name, held, output, overwrite)
 
 
 @fx.node.has_side_effect
@@ -176,7 +179,14 @@ class _Scope:
             self._handles.setdefault(place, []).append(weakref.ref(handle))
         return handle
 
-    def drop(self, value: Any, name: str, held: Sequence[Any], output: int | None) -> None:
+    def drop(
+        self,
+        value: Any,
+        name: str,
+        held: Sequence[Any],
+        output: int | None,
+        overwrite: bool = False,
+    ) -> None:
         """Turn the handles of a value's storages into promises."""
         recipe = self._recipes.get(name)
         if recipe is None:
@@ -184,6 +194,8 @@ class _Scope:
         known = self._value(name)
         if known.recipe is None:
             known.hold(recipe, held, [self._value(n) for n in recipe.reads])
+        if overwrite:
+            known.spent.add(output or 0)
         tensors = value if isinstance(value, (list, tuple)) else (value,)
         for i, tensor in enumerate(tensors, output or 0):
             known.layouts[i] = _Layout.of(tensor)
@@ -372,6 +384,7 @@ class _Value:
         self.layouts: dict[int, _Layout] = {}
         self.handles: dict[int, weakref.ref[_Handle]] = {}
         self.wakes: list[weakref.ref[HostCopy]] = []
+        self.spent: set[int] = set()  # outputs that backward may write over
         self._held: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._reads: list[_Value] = []
@@ -389,7 +402,13 @@ class _Value:
             value._readers.append(weakref.ref(self))
 
     def take(self, reader: int, output: int, layout: _Layout) -> torch.Tensor:
-        """A part of the value for one of its handles."""
+        """A part of the value for one of its handles; lent to its last reader to write over."""
+        base = self._part(reader, output, layout)
+        if self._cache is None and output in self.spent and layout == self.layouts[output]:
+            lend(base)
+        return base
+
+    def _part(self, reader: int, output: int, layout: _Layout) -> torch.Tensor:
         run = self._run
         with run.lock, run.as_in_forward():
             made = self._cache

@@ -9,6 +9,9 @@ Shazeer, "GLU Variants Improve Transformer", 2020.
 glu_packed takes both as the halves of one [..., 2N] tensor, as a merged projection gives them, and
 returns the gradient of the whole: backward writes both halves where they lie, so that nothing has
 to be put together.
+
+Where an operand was computed again for the backward alone, its gradient is written over it (see
+_overwrite.py).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from graphopt.errors import OptionError
 from graphopt.kernels import _activations
 from graphopt.kernels._library import Gradient, define, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
+from graphopt.kernels._overwrite import Overwriting, may_overwrite, overwrites
 from graphopt.kernels._pointwise import (
     arithmetic,
     check_floating,
@@ -127,6 +131,46 @@ _BACKWARD = define(
 )
 
 
+def _backward_out_reference(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+) -> None:
+    """Write both gradients, which may lie where gate and up do."""
+    first, second = _backward_reference(grad, gate, up, activation)
+    dgate.copy_(first)
+    dup.copy_(second)
+
+
+def _backward_out_launch(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+) -> None:
+    if not kernel_serves(grad, gate, up):
+        _backward_out_reference(grad, gate, up, activation, dgate, dup)
+        return
+    from graphopt.kernels import _glu_out_triton as triton_path
+
+    triton_path.backward_out(grad, gate, up, activation, dgate, dup)
+
+
+# dgate may be gate and dup up; both rows of both lie at one stride.
+_BACKWARD_OUT = define(
+    "glu_backward_out(Tensor grad, Tensor gate, Tensor up, str activation,"
+    " Tensor(a!) dgate, Tensor(b!) dup) -> ()",
+    launch=_backward_out_launch,
+    reference=_backward_out_reference,
+    fake=lambda grad, gate, up, activation, dgate, dup: None,
+)
+
+
 def _forward_grad(
     gate: torch.Tensor, up: torch.Tensor, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
@@ -136,7 +180,14 @@ def _forward_grad(
 def _backward_grad(
     saved: tuple[Any, ...], activation: str, needs: tuple[bool, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    dgate, dup = invoke(_BACKWARD, grads[0], *saved, activation)
+    over = [needs[i] and may_overwrite(saved, i, grads[0]) for i in (0, 1)]
+    if any(over):
+        dgate, dup = (
+            t.detach() if o else t.new_empty(t.shape) for t, o in zip(saved, over, strict=True)
+        )
+        invoke(_BACKWARD_OUT, grads[0], *saved, activation, dgate, dup)
+    else:
+        dgate, dup = invoke(_BACKWARD, grads[0], *saved, activation)
     return dgate if needs[0] else None, dup if needs[1] else None, None, None
 
 
@@ -146,6 +197,16 @@ _GLU = define(
     reference=glu_reference,
     fake=_fake,
     gradient=Gradient(_forward_grad, _backward_grad),
+)
+
+overwrites(
+    _GLU,
+    Overwriting(
+        backward=_BACKWARD,
+        operands=(0, 1),
+        saved=(1, 2),
+        over=lambda grad, gate, up, activation: _BACKWARD_OUT(grad, gate, up, activation, gate, up),
+    ),
 )
 
 _FLOPS = {"silu": 5, "gelu": 6, "gelu_tanh": 9, "relu": 2, "sigmoid": 4}
@@ -301,7 +362,19 @@ def _packed_forward_grad(
 def _packed_backward_grad(
     saved: tuple[Any, ...], kept: tuple[str, bool], needs: tuple[bool, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    return invoke(_PACKED_BACKWARD, grads[0], *saved, *kept), None, None, None
+    if not may_overwrite(saved, 0, grads[0]):
+        return invoke(_PACKED_BACKWARD, grads[0], *saved, *kept), None, None, None
+    packed = saved[0].detach()
+    _packed_over(grads[0], packed, *kept)
+    return packed, None, None, None
+
+
+def _packed_over(
+    grad: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
+) -> None:
+    """Write the gradient of the whole over it."""
+    halves = _halves(packed, gate_first)
+    invoke(_BACKWARD_OUT, grad, *halves, activation, *halves)
 
 
 _PACKED = define(
@@ -311,6 +384,12 @@ _PACKED = define(
     reference=glu_packed_reference,
     fake=_packed_fake,
     gradient=Gradient(_packed_forward_grad, _packed_backward_grad),
+)
+
+
+overwrites(
+    _PACKED,
+    Overwriting(backward=_PACKED_BACKWARD, operands=(0,), saved=(1,), over=_packed_over),
 )
 
 

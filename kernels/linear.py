@@ -228,8 +228,9 @@ class _LinearWide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        transposed, needs = ctx.transposed, ctx.needs_input_grad
+        transposed, needs, shape = ctx.transposed, ctx.needs_input_grad, x.shape
         rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        del x
         masters, biases = ctx.masters, ctx.bias_masters
         if torch.is_grad_enabled():  # create_graph=True: all of it can be differentiated again
             weight = _as_copy_of(weight, masters)
@@ -240,9 +241,10 @@ class _LinearWide(torch.autograd.Function):
             grads = parameter_gradients(rows, flat, masters, transposed)
         else:
             grads = [None] * len(masters)
+        del flat  # an x that was computed again makes room for its gradient
         dx = None
         if needs[0]:
-            dx = torch.mm(rows, weight.t() if transposed else weight).view(x.shape)
+            dx = torch.mm(rows, weight.t() if transposed else weight).view(shape)
         db = rows.sum(0) if needs[2] and not biases else None
         return dx, None, db, None, None, *grads, *(bias_gradients(rows, biases) if biases else ())
 

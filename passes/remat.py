@@ -21,7 +21,15 @@ from graphopt.graph.facts import nbytes
 from graphopt.graph.recipes import sum_of
 from graphopt.graph.record import site_of
 from graphopt.passes.base import Log
-from graphopt.passes.values import Values, items_of, reasons, saved_bytes, sources_of, value_of
+from graphopt.passes.values import (
+    Values,
+    is_overwritten,
+    items_of,
+    reasons,
+    saved_bytes,
+    sources_of,
+    value_of,
+)
 from graphopt.remat import drop, is_marker, is_release, release
 
 __all__ = [
@@ -201,6 +209,8 @@ def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) ->
             kwargs: dict[str, Any] = {"output": part.args[1]} if part is not value else {}
             if part in away:
                 kwargs["host"] = True
+            if is_overwritten(part):
+                kwargs["overwrite"] = True
             place = _behind_items(last[part])
             marker = _insert(drop, args, kwargs, place, after.get(place, place))
             after[place] = marker

@@ -21,6 +21,7 @@ from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.edit import fake_value
 from graphopt.graph.facts import concrete, tensors_of
 from graphopt.graph.recipes import again
+from graphopt.kernels._overwrite import operands_of
 from graphopt.remat import is_marker
 
 aten = torch.ops.aten
@@ -116,6 +117,18 @@ def value_of(part: fx.Node) -> fx.Node:
     """The value that a part belongs to: the op of which it is an item, else itself."""
     source = part.args[0] if part.target is getitem else part
     return source if isinstance(source, fx.Node) else part
+
+
+def is_overwritten(part: fx.Node) -> bool:
+    """Whether the last op that asks for a part in backward may write the gradient over it.
+
+    That is the one that read it first in forward, where none of the others is a view of it.
+    """
+    order = [n for n in part.graph.nodes if n in part.users] if len(part.users) > 1 else part.users
+    first = next((n for n in order if not is_marker(n)), None)
+    if first is None:
+        return False
+    return any(first.args[i] is part for i in operands_of(first.target) if i < len(first.args))
 
 
 # -------------------------------------------------------------------------------------- reasons

@@ -221,6 +221,7 @@ def statement(
         parts, op = _arguments(node, names), ops.op_name(marked(node).op.target)
         parts[1] = "*" if hidden else parts[1]  # numbers the values of the whole graph
         note = "kept in host memory" if node.kwargs.get("host") else f"computed again by {op}"
+        note += ", its gradient written over it" if node.kwargs.get("overwrite") else ""
         return f"remat.drop({', '.join(parts)})  # {note}"
     rule = node.meta.get("graphopt_rule")
     note = type_text(node.meta.get("val")) + (f", {rule}" if rule else "")

@@ -37,7 +37,8 @@ class Step:
         backward: whether it belongs to the backward pass.
         before: live bytes as it begins: parameters, gradients, inputs, everything.
         peak: the most live bytes in it.
-        unpacks: values whose saved tensors it asks autograd for.
+        unpacks: values whose saved tensors it asks autograd for; a backward that lets go of one of
+            them on the way is several steps, and the later ones ask for the others.
         cost: bytes moved and FLOPs.
         ms: time by the roofline.
     """
@@ -84,6 +85,7 @@ class ValueFacts:
         backward_ms: time of its backward.
         items: of an op with several results, each that has a storage of its own, by the name of the
             node that takes it.
+        spare: by how much the last step that asks for it is lower where it may write over it.
     """
 
     bytes: int
@@ -100,6 +102,7 @@ class ValueFacts:
     backward_transient: int
     backward_ms: float
     items: dict[str, ItemFacts] = dataclasses.field(default_factory=dict)
+    spare: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,6 +359,7 @@ def _values(
         at, mine = run.step_of[name], owned[name]
         size, inside = sum(a.bytes for a in mine), internal.get(name, 0)
         behind = backward.get(name, [])
+        spared = watcher.marks[asked[name][-1]].spared if asked.get(name) else {}
         found[name] = ValueFacts(
             bytes=size,
             saved_bytes=sum(a.bytes for a in mine if a.index in watcher.saved),
@@ -371,6 +375,7 @@ def _values(
             backward_transient=max((s.peak - behind[0].before for s in behind), default=0),
             backward_ms=sum(s.ms for s in behind),
             items=items.get(name, {}),
+            spare=spared.get(mine[0].index, 0) if len(mine) == 1 else 0,
         )
     return found
 

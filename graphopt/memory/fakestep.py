@@ -22,7 +22,7 @@ from graphopt.errors import CaptureError, GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
 from graphopt.memory.device import Inside, launching_nothing
-from graphopt.memory.inner import Account, Inner
+from graphopt.memory.inner import Account, Inner, expanded
 from graphopt.memory.inplace import sole, takes_over
 from graphopt.memory.labels import LOSS, Label, Labels
 from graphopt.memory.tracker import Allocation, Dispatched, StorageTracker
@@ -170,6 +170,7 @@ class Recorder:
         self._launch = launching_nothing if inside and only == "cuda" else contextlib.nullcontext
         self.inside = Inside(torch.device(device), real=inside)
         self._inner = Inner(account)
+        self.expanded = expanded if inside else None
         sole()  # what it counts is found outside of the modes
         self.tracker = StorageTracker(
             512 if self.inside.device.type == "cuda" else None,

@@ -20,7 +20,7 @@ from graphopt.memory.simulate import Timeline, Value, needed, simulate
 from graphopt.memory.trips import LATENCY_MS, Movable, Times
 from graphopt.offload import may_leave
 from graphopt.passes.remat import Trip
-from graphopt.passes.values import Values, reasons, value_of
+from graphopt.passes.values import Values, is_overwritten, reasons, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +141,7 @@ class Problem:
                 transient=f.transient,
                 why_not=why.get(name, "is no value of the graph"),
                 spans=tuple((i.saved_bytes, i.last_use, i.freed) for i in f.items.values()),
+                spare=f.spare if is_overwritten(nodes[name]) else 0,
             )
             values.append(whole)
             for item in (i for i in f.items if i in place):
@@ -192,6 +193,8 @@ class Problem:
                 self.timeline.values[j].name for j in used if i in self.timeline.values[j].reads
             ]
             reason += f", on the way to {', '.join(sorted(readers)[:3])}"
+        if v.spare:
+            reason += "; its gradient is written over it"
         return Recompute(v.name, op, v.saved, v.ms, reason, site)
 
     def offloads(self, dropped: Choice, away: Choice) -> tuple[Offload, ...]:

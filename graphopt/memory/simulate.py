@@ -34,6 +34,8 @@ class Value:
         part_of: for one of several results of an op that may be dropped alone, the value of the
             whole op, which counts it too; then nothing is dropped twice. None for all else.
         spans: where results of one op differ in that: (saved bytes, last use, freed) of each.
+        spare: by how much the last step that asks for it is lower where it was made again, since
+            that step then writes its gradient over it.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Value:
     why_not: str | None = None
     part_of: int | None = None
     spans: tuple[tuple[int, int, int], ...] = ()
+    spare: int = 0
 
     def saved_spans(self) -> tuple[tuple[int, int, int], ...]:
         """Saved bytes with the steps of their last use and their end, each result by itself."""
@@ -187,6 +190,10 @@ def simulate(
             change[release[j] + 1] -= held
     extra = list(itertools.accumulate(change[: len(timeline.peak)]))
     found = list(map(operator.add, timeline.peak, extra))
+    for i in used:
+        v = values[i]
+        if v.spare and v.unpacks[-1] == last[i]:
+            found[last[i]] -= v.spare
     for step, makes in made.items():
         start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
         found[step] = max(found[step], start + _while_making(values, makes, step, last))
