@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.recipes import recipes
+from graphopt.kernels._library import direct, positional
 from graphopt.remat import is_marker, scope
 
 _count = itertools.count()
@@ -140,18 +141,22 @@ class _Writer:
         return done
 
     def _call(self, node: fx.Node) -> str:
+        short = direct(node.target)
+        if short is not None:  # an operator of graphopt's: past the dispatcher
+            given = map(self._value, positional(node.target, node.args, node.kwargs))
+            return f"{self._function(node.target, short)}({', '.join(given)})"
         arguments = [self._value(a) for a in node.args]
         arguments += [f"{k}={self._value(v)}" for k, v in node.kwargs.items()]
         return f"{self._function(node.target)}({', '.join(arguments)})"
 
-    def _function(self, target: Any) -> str:
+    def _function(self, target: Any, called: Any = None) -> str:
         if target not in self._functions:
             name = str(getattr(target, "__name__", target)).replace(".", "_")
             name = f"_f_{name}" if name.isidentifier() else "_f"
             while name in self.scope:
                 name += "_"
             self._functions[target] = name
-            self.scope[name] = target
+            self.scope[name] = called or target
         return self._functions[target]
 
     def _value(self, value: Any) -> str:

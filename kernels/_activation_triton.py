@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphopt.kernels._column_sum_triton import column_sum
-from graphopt.kernels._launch import nothing, on_device
+from graphopt.kernels._column_sum_triton import prepare_column_sum
 from graphopt.kernels._pointwise import (
     BACKWARD_TILE,
     FORWARD_TILE,
@@ -24,6 +23,7 @@ from graphopt.kernels._pointwise import (
     summing_parts,
     tile,
 )
+from graphopt.kernels._prepared import Launch, MaybeTensor, Run, maker, on_rows
 from graphopt.kernels._tl_activations import activate, activate_grad
 
 
@@ -84,57 +84,79 @@ def _bias_act_bwd(
         tl.store(PARTIAL + place, tl.sum(total, 0), mask=inside)
 
 
-def forward(
+def prepare_forward(
     x: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: MaybeTensor,
     activation: str,
     out_dtype: torch.dtype,
     cap: float | None = None,
-) -> torch.Tensor:
-    """activation(x + bias), or softcap if a cap is given; contiguous, of out_dtype."""
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+) -> Run:
+    """A function of (x, bias): activation(x + bias), or softcap if a cap is given.
+
+    Its result is contiguous, of out_dtype.
+    """
+    make = maker(x, x.shape, out_dtype)
     if x.numel() == 0:
-        return y
+        return lambda x, bias: make(x)
     (rows,), count, cols = lay_out(x, flat=bias is None)
     tiles = tile(count, cols, FORWARD_TILE)
-    with on_device(x):
-        _bias_act_fwd[(tiles.across * tiles.down,)](
-            rows.tensor, None if bias is None else bias.contiguous(), y,
-            count, cols, rows.stride, 1.0 if cap is None else cap,
-            CAPPED=cap is not None, ACT=activation, FAST=out_dtype in HALF,
-            BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
-        )  # fmt: skip
-    return y
+    launch = Launch(
+        _bias_act_fwd, (tiles.across * tiles.down,),
+        count, cols, rows.stride, 1.0 if cap is None else cap,
+        CAPPED=cap is not None, ACT=activation, FAST=out_dtype in HALF,
+        BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
+    )  # fmt: skip
+
+    def run(x: torch.Tensor, bias: MaybeTensor) -> torch.Tensor:
+        y = make(x)
+        launch(x, bias, y)
+        return y
+
+    return on_rows(run, (x,), (bias,))
 
 
-def backward(
+def prepare_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: MaybeTensor,
     activation: str,
     sum_dtype: torch.dtype | None,
     cap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx in x's dtype, the bias gradient in sum_dtype; of no element if that is None)."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = nothing(dx.dtype, dx.device)
+) -> Run:
+    """A function of (dy, x, bias): dx in x's dtype and the bias gradient in sum_dtype.
+
+    The latter has no element if sum_dtype is None.
+    """
+    make_dx = maker(x, x.shape, x.dtype)
+    width = None if sum_dtype is None else (x.shape[-1],)
+    make_dbias = maker(x, width, sum_dtype or x.dtype)
     if x.numel() == 0:
-        return dx, dbias if sum_dtype is None else x.new_zeros(x.shape[-1], dtype=sum_dtype)
+        return lambda dy, x, bias: (
+            make_dx(x),
+            make_dbias(x) if width is None else make_dbias(x).zero_(),
+        )
     flat = bias is None and sum_dtype is None
     (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=flat)
     tiles = tile(count, cols, BACKWARD_TILE if sum_dtype is None else SUMMING_TILE)
-    parts, partial = tiles.down, None
-    if sum_dtype is not None:
-        parts = summing_parts(tiles, x)
-        partial = torch.empty(parts, cols, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        _bias_act_bwd[(tiles.across * parts,)](
-            rows_dy.tensor, rows_x.tensor, None if bias is None else bias.contiguous(), dx, partial,
-            count, cols, rows_dy.stride, rows_x.stride, 1.0 if cap is None else cap,
-            CAPPED=cap is not None, ACT=activation, FAST=x.dtype in HALF,
-            BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
-            STAGES=1 if sum_dtype is None else SUMMING_STAGES, num_warps=4,
-        )  # fmt: skip
-        if partial is not None and sum_dtype is not None:
-            dbias = column_sum(partial, sum_dtype)
-    return dx, dbias
+    parts = tiles.down if sum_dtype is None else summing_parts(tiles, x)
+    launch = Launch(
+        _bias_act_bwd, (tiles.across * parts,),
+        count, cols, rows_dy.stride, rows_x.stride, 1.0 if cap is None else cap,
+        CAPPED=cap is not None, ACT=activation, FAST=x.dtype in HALF,
+        BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
+        STAGES=1 if sum_dtype is None else SUMMING_STAGES, num_warps=4,
+    )  # fmt: skip
+    make_partial = maker(x, (parts, cols), torch.float32)
+    column_sum = prepare_column_sum(parts, cols)
+
+    def run(
+        dy: torch.Tensor, x: torch.Tensor, bias: MaybeTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dbias = make_dx(x), make_dbias(x)
+        partial = None if width is None else make_partial(x)
+        launch(dy, x, bias, dx, partial)
+        if partial is not None:
+            column_sum(partial, dbias)
+        return dx, dbias
+
+    return on_rows(run, (dy, x), (bias,))

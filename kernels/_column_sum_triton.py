@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from graphopt.kernels._launch import cdiv
+from graphopt.kernels._prepared import Launch
 
 COLS = 32  # 128 bytes a row and program: many programs, whole cache lines
 PARTS = 64
@@ -25,9 +25,6 @@ def _column_sum(PARTIAL, OUT, parts, N, BP: tl.constexpr, BN: tl.constexpr):
     tl.store(OUT + cols, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=inside)
 
 
-def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of each column of contiguous float32 [parts, N], rounded once to dtype."""
-    parts, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
-    _column_sum[(cdiv(cols, COLS),)](partial, out, parts, cols, BP=PARTS, BN=COLS)
-    return out
+def prepare_column_sum(parts: int, cols: int) -> Launch:
+    """A launch of (partial, out): the columns of contiguous float32 [parts, cols], rounded once."""
+    return Launch(_column_sum, (cdiv(cols, COLS),), parts, cols, BP=PARTS, BN=COLS)

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphopt.kernels._column_sum_triton import column_sum
-from graphopt.kernels._launch import nothing, on_device
+from graphopt.kernels._column_sum_triton import prepare_column_sum
 from graphopt.kernels._philox import scale, threshold
 from graphopt.kernels._pointwise import (
     BACKWARD_TILE,
@@ -23,6 +22,7 @@ from graphopt.kernels._pointwise import (
     summing_parts,
     tile,
 )
+from graphopt.kernels._prepared import Launch, MaybeTensor, Run, maker, on_rows
 from graphopt.kernels._tl import dropout_factor
 
 
@@ -83,62 +83,73 @@ def _dropout_bwd(
         tl.store(PARTIAL + place, tl.sum(total, 0), mask=inside)
 
 
-def forward(
+def prepare_forward(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    residual: MaybeTensor,
+    bias: MaybeTensor,
     p: float,
-    seed: torch.Tensor,
     site: int,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Residual + dropout(x + bias), each of the two if there; contiguous, of out_dtype."""
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+) -> Run:
+    """A function of (x, residual, bias, seed): residual + dropout(x + bias), each if it is there.
+
+    Its result is contiguous, of out_dtype.
+    """
+    make = maker(x, x.shape, out_dtype)
     if x.numel() == 0:
-        return y
+        return lambda x, *rest: make(x)
     flat = bias is None and _aligned(x, p)
     views, count, cols = lay_out(x, x if residual is None else residual, flat=flat)
     rows_x, rows_residual = views
     tiles = tile(count, cols, FORWARD_TILE)
-    with on_device(x):
-        _dropout_fwd[(tiles.across * tiles.down,)](
-            rows_x.tensor, None if residual is None else rows_residual.tensor,
-            None if bias is None else bias.contiguous(), y, seed, count, cols,
-            rows_x.stride, rows_residual.stride, site, threshold(p), scale(p),
-            DROP=threshold(p) > 0, BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
-        )  # fmt: skip
-    return y
+    launch = Launch(
+        _dropout_fwd, (tiles.across * tiles.down,), count, cols,
+        rows_x.stride, rows_residual.stride, site, threshold(p), scale(p),
+        DROP=threshold(p) > 0, BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
+    )  # fmt: skip
+
+    def run(
+        x: torch.Tensor, residual: MaybeTensor, bias: MaybeTensor, seed: torch.Tensor
+    ) -> torch.Tensor:
+        y = make(x)
+        launch(x, residual, bias, y, seed)
+        return y
+
+    return on_rows(run, (x, residual), (bias,))
 
 
-def backward(
-    dy: torch.Tensor,
-    p: float,
-    seed: torch.Tensor,
-    site: int,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, the bias gradient; of no element if bias_dtype is None)."""
-    dx = torch.empty(dy.shape, dtype=x_dtype, device=dy.device)
-    dbias = nothing(dx.dtype, dx.device)
+def prepare_backward(
+    dy: torch.Tensor, p: float, site: int, x_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> Run:
+    """A function of (dy, seed): dx and the bias gradient; of no element if bias_dtype is None."""
+    summed = bias_dtype is not None
+    make_dx = maker(dy, dy.shape, x_dtype)
+    make_dbias = maker(dy, (dy.shape[-1],) if summed else None, bias_dtype or x_dtype)
     if dy.numel() == 0:
-        return dx, dbias if bias_dtype is None else dx.new_zeros(dy.shape[-1], dtype=bias_dtype)
-    (rows_dy,), count, cols = lay_out(dy, flat=bias_dtype is None and _aligned(dy, p))
-    tiles = tile(count, cols, BACKWARD_TILE if bias_dtype is None else SUMMING_TILE)
-    parts, partial = tiles.down, None
-    if bias_dtype is not None:
-        parts = summing_parts(tiles, dy)
-        partial = torch.empty(parts, cols, dtype=torch.float32, device=dy.device)
-    with on_device(dy):
-        _dropout_bwd[(tiles.across * parts,)](
-            rows_dy.tensor, dx, partial, seed,
-            count, cols, rows_dy.stride, site, threshold(p), scale(p),
-            DROP=threshold(p) > 0, BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
-            STAGES=1 if bias_dtype is None else SUMMING_STAGES, num_warps=4,
+        return lambda dy, seed: (
+            make_dx(dy), make_dbias(dy).zero_() if summed else make_dbias(dy)
         )  # fmt: skip
-        if partial is not None and bias_dtype is not None:
-            dbias = column_sum(partial, bias_dtype)
-    return dx, dbias
+    (rows_dy,), count, cols = lay_out(dy, flat=not summed and _aligned(dy, p))
+    tiles = tile(count, cols, SUMMING_TILE if summed else BACKWARD_TILE)
+    parts = summing_parts(tiles, dy) if summed else tiles.down
+    launch = Launch(
+        _dropout_bwd, (tiles.across * parts,),
+        count, cols, rows_dy.stride, site, threshold(p), scale(p),
+        DROP=threshold(p) > 0, BM=tiles.rows_a_tile, BN=tiles.cols_a_tile,
+        STAGES=SUMMING_STAGES if summed else 1, num_warps=4,
+    )  # fmt: skip
+    make_partial = maker(dy, (parts, cols), torch.float32)
+    column_sum = prepare_column_sum(parts, cols)
+
+    def run(dy: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dbias = make_dx(dy), make_dbias(dy)
+        partial = make_partial(dy) if summed else None
+        launch(dy, dx, partial, seed)
+        if partial is not None:
+            column_sum(partial, dbias)
+        return dx, dbias
+
+    return on_rows(run, (dy,), ())
 
 
 def _aligned(x: torch.Tensor, p: float) -> bool:

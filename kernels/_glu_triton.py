@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from graphopt.kernels._launch import on_device
 from graphopt.kernels._pointwise import BACKWARD_TILE, FORWARD_TILE, HALF, lay_out, tile
+from graphopt.kernels._prepared import Launch, Run, maker, on_rows
 from graphopt.kernels._tl_activations import activate, activate_grad
 
 
@@ -58,60 +58,94 @@ def _glu_bwd(
     tl.store(DUP + place, dup.to(DUP.dtype.element_ty), mask=mask)
 
 
-def forward(
+def prepare_forward(
     gate: torch.Tensor, up: torch.Tensor, activation: str, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """activation(gate) * up; contiguous, of out_dtype."""
-    y = torch.empty(gate.shape, dtype=out_dtype, device=gate.device)
+) -> Run:
+    """A function of (gate, up): activation(gate) * up, contiguous, of out_dtype."""
+    make = maker(gate, gate.shape, out_dtype)
     if gate.numel() == 0:
-        return y
+        return lambda gate, up: make(gate)
     (rows_gate, rows_up), count, cols = lay_out(gate, up, flat=True)
     tiles = tile(count, cols, FORWARD_TILE)
-    with on_device(gate):
-        _glu_fwd[(tiles.across * tiles.down,)](
-            rows_gate.tensor, rows_up.tensor, y, count, cols, rows_gate.stride, rows_up.stride,
-            ACT=activation, FAST=out_dtype in HALF,
-            BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
-        )  # fmt: skip
-    return y
+    launch = Launch(
+        _glu_fwd, (tiles.across * tiles.down,), count, cols, rows_gate.stride, rows_up.stride,
+        ACT=activation, FAST=out_dtype in HALF,
+        BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
+    )  # fmt: skip
+
+    def run(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        y = make(gate)
+        launch(gate, up, y)
+        return y
+
+    return on_rows(run, (gate, up), ())
 
 
-def backward(
+def prepare_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup), contiguous, each in its input's dtype."""
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    _backward_into(dgate, dup, gate.shape[-1] if gate.dim() else 1, dy, gate, up, activation)
-    return dgate, dup
-
-
-def backward_packed(
-    dy: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
-) -> torch.Tensor:
-    """The gradient of [..., 2N], contiguous: both halves are written where they lie."""
-    grad = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    halves, slopes = packed.chunk(2, dim=-1), grad.chunk(2, dim=-1)
-    (gate, up), (dgate, dup) = (h if gate_first else h[::-1] for h in (halves, slopes))
-    _backward_into(dgate, dup, packed.shape[-1], dy, gate, up, activation)
-    return grad
-
-
-def _backward_into(
-    dgate: torch.Tensor, dup: torch.Tensor, stride: int,
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str,
-) -> None:  # fmt: skip
-    """Write both gradients, whose rows lie `stride` elements apart."""
+) -> Run:
+    """A function of (dy, gate, up): dgate and dup, contiguous, each in its input's dtype."""
+    make_dgate = maker(gate, gate.shape, gate.dtype)
+    make_dup = maker(up, up.shape, up.dtype)
     if gate.numel() == 0:
-        return
+        return lambda dy, gate, up: (make_dgate(gate), make_dup(up))
+    stride = gate.shape[-1] if gate.dim() else 1
+    launch = _backward_launch(stride, dy, gate, up, activation, flat=True)
+
+    def run(
+        dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dgate, dup = make_dgate(gate), make_dup(up)
+        launch(dy, gate, up, dgate, dup)
+        return dgate, dup
+
+    return on_rows(run, (dy, gate, up), ())
+
+
+def prepare_backward_packed(
+    dy: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
+) -> Run:
+    """A function of (dy, packed): the gradient of [..., 2N], contiguous.
+
+    Both halves are written where they lie.
+    """
+    make = maker(packed, packed.shape, packed.dtype)
+    if packed.numel() == 0:
+        return lambda dy, packed: make(packed)
+    gate, up = _halves(packed, gate_first)
     # One long row only where the results lie so, too.
-    flat = dgate.is_contiguous()
+    flat = _halves(make(packed), gate_first)[0].is_contiguous()
+    launch = _backward_launch(packed.shape[-1], dy, gate, up, activation, flat=flat)
+
+    def write(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *grads: torch.Tensor) -> None:
+        launch(dy, gate, up, *grads)
+
+    laid = on_rows(write, (dy, gate, up), ())
+
+    def run(dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        grad = make(packed)
+        laid(dy, *_halves(packed, gate_first), *_halves(grad, gate_first))
+        return grad
+
+    return run
+
+
+def _halves(packed: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up) of [..., 2N]."""
+    first, second = packed.chunk(2, dim=-1)
+    return (first, second) if gate_first else (second, first)
+
+
+def _backward_launch(
+    stride: int, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, *,
+    flat: bool,
+) -> Launch:  # fmt: skip
+    """A launch of (dy, gate, up, dgate, dup), both results with rows `stride` elements apart."""
     (rows_dy, rows_gate, rows_up), count, cols = lay_out(dy, gate, up, flat=flat)
     tiles = tile(count, cols, BACKWARD_TILE)
-    with on_device(gate):
-        _glu_bwd[(tiles.across * tiles.down,)](
-            rows_dy.tensor, rows_gate.tensor, rows_up.tensor, dgate, dup,
-            count, cols, rows_dy.stride, rows_gate.stride, rows_up.stride, stride,
-            ACT=activation, FAST=gate.dtype in HALF and up.dtype in HALF,
-            BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
-        )  # fmt: skip
+    return Launch(
+        _glu_bwd, (tiles.across * tiles.down,),
+        count, cols, rows_dy.stride, rows_gate.stride, rows_up.stride, stride,
+        ACT=activation, FAST=gate.dtype in HALF and up.dtype in HALF,
+        BM=tiles.rows_a_tile, BN=tiles.cols_a_tile, num_warps=4,
+    )  # fmt: skip

@@ -166,7 +166,8 @@ def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # one of inference could not be saved for a backward
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class Rows(NamedTuple):

@@ -90,9 +90,10 @@ def define(
     run = reference if launch is None else _choose(name, launch, reference)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"graphopt::{name}", fake, lib=LIBRARY)
-    if gradient is not None:
-        LIBRARY.impl(name, _autograd(name, overload, gradient), "Autograd")
     _DIRECT[overload] = run
+    if gradient is not None:
+        function = _make_function(name, gradient)
+        differentiable(overload, _autograd(overload, function), _shortest(overload, function))
     if launch is not None:
         _LAUNCHING.add(overload)
     return overload
@@ -100,6 +101,24 @@ def define(
 
 _DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _LAUNCHING: set[torch._ops.OpOverload] = set()
+_ABOVE: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+
+def differentiable(
+    overload: torch._ops.OpOverload,
+    above: Callable[..., Any],
+    shortest: Callable[..., Any] | None = None,
+) -> None:
+    """Register what an operator runs at the level of autograd.
+
+    Args:
+        overload: the operator.
+        above: takes the schema's Python signature.
+        shortest: the same for `direct`, where nobody is watching; it takes every argument by
+            position. None where ``above`` does.
+    """
+    LIBRARY.impl(overload._schema.name.removeprefix("graphopt::"), above, "Autograd")
+    _ABOVE[overload] = shortest or above
 
 
 def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -110,10 +129,104 @@ def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """
     if torch._C._len_torch_dispatch_stack() or _is_functionalizing(_FUNCTIONALIZE):
         return overload(*args, **kwargs)
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) not in _ORDINARY and isinstance(value, torch.Tensor):
             return overload(*args, **kwargs)
     return _DIRECT[overload](*args, **kwargs)
+
+
+def watched() -> bool:
+    """Whether anything but plain autograd could want to see calls of operators.
+
+    Modes (fake tensors, tracing, `torch.device` as a context), functorch, forward-mode
+    differentiation, `torch.jit.trace` and torch's profiler, which shows operators by name.
+    """
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or _is_functionalizing(_FUNCTIONALIZE)
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def direct(overload: Any) -> Callable[..., Any] | None:
+    """A call of an operator that skips the dispatcher where nothing is watching.
+
+    The dispatcher and the Python around it cost the host about as much as a launch. What is
+    returned takes every argument of the schema by position (see `positional`) and is the operator
+    itself whenever `watched`, or when a tensor is of a subclass.
+
+    Args:
+        overload: an operator of graphopt's; None is returned for any other callable.
+
+    Example:
+        >>> direct(torch.ops.aten.add.Tensor) is None
+        True
+    """
+    above = _ABOVE.get(overload)
+    if above is None:
+        return None
+    tensors, lists = _places(overload)
+    whole = _by_position(overload)
+
+    def call(*values: Any) -> Any:
+        if watched():
+            return whole(*values)
+        for i in tensors:
+            value = values[i]
+            if value is not None and type(value) not in _PLAIN:
+                return whole(*values)
+        for i in lists:
+            for value in values[i] or ():
+                if type(value) not in _PLAIN:
+                    return whole(*values)
+        return above(*values)
+
+    call.__name__ = call.__qualname__ = overload.__name__
+    return call
+
+
+def positional(overload: Any, args: Args, kwargs: Any) -> Args:
+    """All arguments of a call as the dispatcher hands them on: in order, with defaults, floats.
+
+    Example:
+        >>> positional(torch.ops.graphopt.rms_norm.default, (1, 2, 3), {"site": 4})
+        (1, 2, 3.0, 0.0, None, 0.0, None, 4, 'none', None)
+    """
+    arguments = _arguments(overload)
+    behind = arguments[len(args) :]
+    values = (*args, *(kwargs.get(a.name, a.default_value) for a in behind))
+    kinds = (str(a.type) for a in arguments)
+    return tuple(
+        float(value) if kind == "float" and isinstance(value, int) else value
+        for value, kind in zip(values, kinds, strict=True)
+    )
+
+
+def _places(overload: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which arguments are tensors, and which are lists of them."""
+    kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in _arguments(overload)]
+    one = tuple(i for i, kind in enumerate(kinds) if kind == "Tensor")
+    return one, tuple(i for i, kind in enumerate(kinds) if kind.startswith("List[Tensor"))
+
+
+def _arguments(overload: Any) -> Any:
+    return overload._schema.arguments
+
+
+def _by_position(function: Any, overload: Any = None) -> Callable[..., Any]:
+    """A function of the schema's Python signature, as one that takes everything by position."""
+    arguments = _arguments(overload or function)
+    first = sum(not a.kwarg_only for a in arguments)
+    names = [a.name for a in arguments[first:]]
+    if not names:
+        return function  # type: ignore[no-any-return]
+    return lambda *values: function(
+        *values[:first], **dict(zip(names, values[first:], strict=True))
+    )
 
 
 def implementation(overload: Any) -> Callable[..., Any] | None:
@@ -138,7 +251,8 @@ def launches(overload: Any, args: tuple[Any, ...]) -> bool:
     return overload in _LAUNCHING and _launch.use_triton(args[0])
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_ORDINARY = _PLAIN | {int, float, bool, str, type(None), torch.dtype}
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _is_functionalizing = torch._C._dispatch_tls_is_dispatch_key_included
 
@@ -160,8 +274,29 @@ def _choose(
     return run
 
 
-def _autograd(name: str, overload: torch._ops.OpOverload, gradient: Gradient) -> Callable[..., Any]:
-    function = _make_function(name, gradient)
+def _shortest(
+    overload: torch._ops.OpOverload, function: type[torch.autograd.Function]
+) -> Callable[..., Any]:
+    """What `direct` runs of an operator with a `Gradient`."""
+    tensors, _ = _places(overload)
+    below = _by_position(_DIRECT[overload], overload)
+    # Past the Python of `Function.apply`, which looks for functorch; `watched` has done that.
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def shortest(*values: Any) -> Any:
+        if torch.is_grad_enabled():
+            for i in tensors:
+                value = values[i]
+                if value is not None and value.requires_grad:
+                    return apply(*values)
+        return below(*values)
+
+    return shortest
+
+
+def _autograd(
+    overload: torch._ops.OpOverload, function: type[torch.autograd.Function]
+) -> Callable[..., Any]:
     arguments = overload._schema.arguments
     defaults = [a.default_value for a in arguments]
     place = {a.name: i for i, a in enumerate(arguments)}
@@ -206,7 +341,10 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
-            if all(g is None for g in grads):
+            for grad in grads:
+                if grad is not None:
+                    break
+            else:
                 return (None,) * len(needs)
             # Outside the guard: torch.utils.checkpoint runs the forward again to give them.
             saved = ctx.saved_tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ import torch
 
 from graphopt.errors import OptionError
 from graphopt.kernels import _activations, _norm_reference
-from graphopt.kernels._launch import nothing
 from graphopt.kernels._library import Args, Gradient, define, invoke
+from graphopt.kernels._prepared import Prepared, Run, maker
 
 MaybeTensor = torch.Tensor | None
 MaybeDtype = torch.dtype | None
@@ -36,16 +37,15 @@ class Call(NamedTuple):
     out_dtype: torch.dtype
 
 
-def forward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _outputs(Call(*arguments), torch.empty)
+Form = tuple[Any, ...] | None
+"""Shape of a result; None for one that the call does not make."""
 
 
-def _outputs(c: Call, unwanted: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Check the arguments and allocate the results; those not asked for have no element.
+def _results(c: Call) -> tuple[tuple[Form, torch.dtype], ...]:
+    """Check the arguments; shape and dtype of y, sum, mean and rstd.
 
-    Args:
-        c: the call.
-        unwanted: gives these, from a shape of (0,), a dtype and a device.
+    Raises:
+        OptionError: shapes that do not fit, an unknown activation.
     """
     if c.residual is not None and c.residual.shape != c.x.shape:
         raise OptionError(
@@ -60,32 +60,53 @@ def _outputs(c: Call, unwanted: Callable[..., torch.Tensor]) -> tuple[torch.Tens
             )
     _activations.check(c.activation)
     stats = _norm_reference.compute_dtype(c.x, c.residual, c.weight, c.bias)
-    shape, device = c.x.shape, c.x.device
-    rows = math.prod(shape[:-1])
-    y = torch.empty(shape, dtype=c.out_dtype, device=device)
-    make = unwanted if c.residual is None else torch.empty
-    total = make((0,) if c.residual is None else shape, dtype=c.sum_dtype, device=device)
-    make = unwanted if c.rms else torch.empty
-    mean = make((0 if c.rms else rows,), dtype=stats, device=device)
-    return y, total, mean, torch.empty((rows,), dtype=stats, device=device)
+    shape, rows = c.x.shape, (math.prod(c.x.shape[:-1]),)
+    total, mean = None if c.residual is None else shape, None if c.rms else rows
+    return (shape, c.out_dtype), (total, c.sum_dtype), (mean, stats), (rows, stats)
 
 
-def _shared_nothing(shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One tensor of no element for all calls, in place of an allocation."""
-    return nothing(dtype, device)
+def forward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    c = Call(*arguments)
+    return _empty(_results(c), c.x)
+
+
+def _empty(
+    results: tuple[tuple[Form, torch.dtype | None], ...], x: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Allocate results; those not asked for have no element."""
+    return tuple(
+        torch.empty((0,) if form is None else form, dtype=dtype or torch.float32, device=x.device)
+        for form, dtype in results
+    )
 
 
 def forward_launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    c = Call(*arguments)
-    outputs = _outputs(c, _shared_nothing)
+    found: tuple[torch.Tensor, ...] = _FORWARD_LAUNCH(arguments[:5], arguments[5:])
+    return found
+
+
+def _prepare_forward(tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]) -> Run:
+    c = Call(*tensors, *options)  # type: ignore[arg-type]
+    results = _results(c)
     if c.x.numel() == 0:
-        return tuple(t.zero_() for t in outputs)
-    if outputs[3].dtype == torch.float64:
-        return _norm_reference.forward(*c)
+        return lambda x, *rest: tuple(t.zero_() for t in _empty(results, x))
+    if results[3][1] == torch.float64:
+        return lambda *given: _norm_reference.forward(*given, *options)
     from graphopt.kernels import _norm_launch
 
-    _norm_launch.forward(c.x, c.residual, outputs, *c[2:12])
-    return outputs
+    write = _norm_launch.prepare_forward(c)
+    makers = [maker(c.x, form, dtype) for form, dtype in results]
+    make_y, make_sum, make_mean, make_rstd = makers
+
+    def run(x, residual, weight, bias, seed):  # type: ignore[no-untyped-def]
+        outputs = make_y(x), make_sum(x), make_mean(x), make_rstd(x)
+        write(x, residual, weight, bias, seed, *outputs)
+        return outputs
+
+    return run
+
+
+_FORWARD_LAUNCH = Prepared(_prepare_forward)
 
 
 def forward_reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -134,36 +155,47 @@ class BackwardCall(NamedTuple):
     dweight: MaybeDtype
     dbias: MaybeDtype
 
+    @property
+    def results(self) -> tuple[tuple[Form, MaybeDtype], ...]:
+        """Shape and dtype of each gradient, both None for one that is not wanted."""
+        shape = tuple(self.x.shape)
+        forms = (shape, shape, shape[-1:], shape[-1:])
+        return tuple((None if d is None else f, d) for f, d in zip(forms, self[15:], strict=True))
+
 
 def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _gradients(BackwardCall(*arguments), torch.empty)
-
-
-def _gradients(c: BackwardCall, unwanted: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Allocate the gradients; those not wanted have no element and come from ``unwanted``."""
-    shape, device = c.x.shape, c.x.device
-    vector = shape[-1:]
-    found = []
-    for size, dtype in zip((shape, shape, vector, vector), c[15:], strict=True):
-        if dtype is None:
-            found.append(unwanted((0,), dtype=torch.float32, device=device))
-        else:
-            found.append(torch.empty(size, dtype=dtype, device=device))
-    return tuple(found)
+    c = BackwardCall(*arguments)
+    return _empty(c.results, c.x)
 
 
 def _backward_launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    c = BackwardCall(*arguments)
+    found: tuple[torch.Tensor, ...] = _BACKWARD_LAUNCH(arguments[:8], arguments[8:])
+    return found
+
+
+def _prepare_backward(tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]) -> Run:
+    c = BackwardCall(*tensors, *options)  # type: ignore[arg-type]
     if c.rstd.dtype == torch.float64:
-        return _backward_reference(*c)
-    outputs = _gradients(c, _shared_nothing)
+        return lambda *given: _backward_reference(*given, *options)
+    results = c.results
     if c.x.numel() == 0:
-        return tuple(t.zero_() for t in outputs)
+        return lambda x, *rest: tuple(t.zero_() for t in _empty(results, x))
     from graphopt.kernels import _norm_launch
 
-    wanted = tuple(None if dtype is None else t for t, dtype in zip(outputs, c[15:], strict=True))
-    _norm_launch.backward(c.x, c.dy, c.dsum, wanted, *c[3:15])
-    return outputs
+    write = _norm_launch.prepare_backward(c)
+    makers = [maker(c.x, form, dtype or torch.float32) for form, dtype in results]
+    make_dx, make_dresidual, make_dweight, make_dbias = makers
+
+    def run(*given):  # type: ignore[no-untyped-def]
+        x = given[0]
+        outputs = make_dx(x), make_dresidual(x), make_dweight(x), make_dbias(x)
+        write(*given, *outputs)
+        return outputs
+
+    return run
+
+
+_BACKWARD_LAUNCH = Prepared(_prepare_backward)
 
 
 def _backward_reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -190,16 +222,48 @@ _BACKWARD = define(
 )
 
 
+@functools.lru_cache(maxsize=1024)
+def _asked(
+    needs: tuple[bool, ...], dtypes: tuple[MaybeDtype, ...], places: tuple[int, ...], alike: bool
+) -> tuple[tuple[MaybeDtype, ...], tuple[int | None, ...]]:
+    """What a backward has to compute, and which of it is each argument's gradient.
+
+    Args:
+        needs: for each argument of the operator whether its gradient is wanted.
+        dtypes: of x, residual, weight and bias; None for one that is not there.
+        places: which argument each of these is; -1 for none.
+        alike: both summands have one gradient, where their dtypes are one.
+    """
+    wanted = [d if at >= 0 and needs[at] else None for d, at in zip(dtypes, places, strict=True)]
+    of = list(range(4))
+    if alike and wanted[0] is not None and wanted[0] == wanted[1]:
+        of[0], wanted_x = 1, None  # computed once
+    else:
+        wanted_x = wanted[0]
+    found: list[int | None] = [None] * len(needs)
+    for i, at in enumerate(places):
+        if wanted[i] is not None:
+            found[at] = of[i]
+    return (wanted_x, *wanted[1:]), tuple(found)
+
+
 def gradient(to_call: Callable[..., Call], names: tuple[str, ...]) -> Gradient:
     """The gradient of an operator whose tensor arguments, in schema order, are ``names``."""
-    place = {name: i for i, name in enumerate(names)}
-    add = "residual" in place
+    every = ("x", "residual", "weight", "bias")
+    places = tuple(names.index(n) if n in names else -1 for n in every)
+    add = "residual" in names
 
     def forward(*args: Any) -> tuple[Any, Args, Any]:
         c = to_call(*args)
+        x, residual, weight, bias, seed = c[:5]
         y, total, mean, rstd = invoke(_FORWARD, *c)
-        saved = (total if add else c.x, c.weight, c.bias, mean, rstd, c.seed)
-        dtypes = {n: t.dtype for n in names if (t := getattr(c, n)) is not None}
+        saved = (total if add else x, weight, bias, mean, rstd, seed)
+        dtypes = (
+            x.dtype,
+            None if residual is None else residual.dtype,
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+        )
         return ((y, total) if add else y), saved, (c[6:12], dtypes)
 
     def backward(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args) -> Args:
@@ -208,21 +272,9 @@ def gradient(to_call: Callable[..., Call], names: tuple[str, ...]) -> Gradient:
         dy, dsum = grads if add else (grads[0], None)
         if dy is None:
             dy = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        wanted = {n: dtypes.get(n) if needs[place[n]] else None for n in names}
-        # Without dropout both summands have one gradient: compute it once.
-        shared = (
-            add and form[3] == 0.0 and wanted["x"] is not None and wanted["x"] == wanted["residual"]
-        )
-        dtype_list = [wanted.get(n) for n in ("x", "residual", "weight", "bias")]
-        if shared:
-            dtype_list[0] = None
-        results = invoke(
-            _BACKWARD, x, dy, dsum, weight, bias, mean, rstd, seed, *form, add, *dtype_list
-        )
-        by_name = dict(zip(("x", "residual", "weight", "bias"), results, strict=True))
-        if shared:
-            by_name["x"] = by_name["residual"]
-        ours = tuple(by_name[n] if wanted[n] is not None else None for n in names)
-        return ours + (None,) * (len(needs) - len(ours))
+        # Without dropout both summands have one gradient.
+        wanted, order = _asked(needs, dtypes, places, add and form[3] == 0.0)
+        found = invoke(_BACKWARD, x, dy, dsum, weight, bias, mean, rstd, seed, *form, add, *wanted)
+        return tuple(None if i is None else found[i] for i in order)
 
-    return Gradient(forward, backward, (place["x"], place["residual"]) if add else ())
+    return Gradient(forward, backward, places[:2] if add else ())

@@ -19,13 +19,14 @@ from graphopt.kernels._launch import (
     Config,
     cdiv,
     next_power_of_2,
-    on_device,
     pick,
     row_view,
     shared_bytes,
     sm_count,
 )
+from graphopt.kernels._norm_core import BackwardCall, Call
 from graphopt.kernels._philox import need_seed, scale, threshold
+from graphopt.kernels._prepared import Launch, Run, maker, on_rows
 
 FORWARD = (
     Config(block=128, rows=32, warps=4, per_sm=0, stages=0),
@@ -95,12 +96,13 @@ def _fitted(line: Config, rows: int, row_bytes: int, sms: int, shared: int) -> t
     return Config(line.block, step, line.warps, line.per_sm, stages), programs
 
 
-def _dropout(dropout_p: float, seed: torch.Tensor | None, device: torch.device) -> tuple[Any, ...]:
-    """(seed pointer, threshold, scale, is on)."""
+def _dropout(dropout_p: float, seed: torch.Tensor | None) -> tuple[Any, ...]:
+    """(threshold, scale, is on)."""
     limit = threshold(dropout_p)
     if limit == 0:
-        return None, 0, 1.0, False
-    return need_seed(seed).to(device), limit, scale(dropout_p), True
+        return 0, 1.0, False
+    need_seed(seed)
+    return limit, scale(dropout_p), True
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,114 +118,114 @@ def _is_short(dtype: torch.dtype) -> bool:
     return dtype in _TRITON_DTYPE
 
 
-def forward(
-    x: torch.Tensor, residual: torch.Tensor | None, outputs: tuple[torch.Tensor, ...],
-    weight: torch.Tensor | None, bias: torch.Tensor | None, seed: torch.Tensor | None,
-    eps: float, rms: bool, weight_offset: float, round_dtype: torch.dtype | None,
-    dropout_p: float, site: int, activation: str,
-) -> None:  # fmt: skip
-    """Write (y, sum, mean, rstd), which are contiguous and not empty; sum only with a residual."""
-    y, total, mean, rstd = outputs
-    view = row_view(x)
-    other = row_view(residual) if residual is not None else None
-    seed, limit, factor, drops = _dropout(dropout_p, seed, x.device)
-    block = max(8, next_power_of_2(view.cols))
-    pointers = (
-        view.tensor, other.tensor if other else None, _vector(weight), _vector(bias), seed,
-        y, total if other else None, None if rms else mean, rstd,
-    )  # fmt: skip
-    align, strides = _aligned(view.stride, other.stride if other else 0)
-    scalars = (view.rows, *strides, site, limit, factor, float(eps), float(weight_offset), align)
-    flags = {
-        "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops,
-        "ACT": activation, "FAST": _is_short(y.dtype),
-    }  # fmt: skip
-    with on_device(x):
-        if block > FORWARD[-1].block:
-            wide.norm_fwd_wide[(view.rows,)](
-                *pointers, *scalars, N=view.cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps
-            )
-            return
-        line, programs = _tile(FORWARD, (x, residual), view.rows, block)
-        limit_registers = x.is_cuda and drops and residual is None and block in DROPOUT_REGISTERS
-        options = {"maxnreg": DROPOUT_REGISTERS[block]} if limit_registers else {}
-        kernels.norm_fwd[(programs,)](
-            *pointers, *scalars, N=view.cols, BLOCK=block, R=line.rows, STAGES=line.stages,
-            **flags, num_warps=line.warps, **options,
-        )  # fmt: skip
+def prepare_forward(c: Call) -> Run:
+    """How to write (y, sum, mean, rstd): a function of the call's five tensors and of these.
 
-
-def backward(
-    x: torch.Tensor, dy: torch.Tensor, dsum: torch.Tensor | None,
-    outputs: tuple[torch.Tensor | None, ...],
-    weight: torch.Tensor | None, bias: torch.Tensor | None,
-    mean: torch.Tensor, rstd: torch.Tensor, seed: torch.Tensor | None,
-    rms: bool, weight_offset: float, round_dtype: torch.dtype | None,
-    dropout_p: float, site: int, activation: str, add: bool,
-) -> None:  # fmt: skip
-    """Write (dx, dresidual, dweight, dbias); those that are None are not computed.
-
-    x is the normed tensor: the input, or with ``add`` the sum.
+    The results are contiguous and not empty; sum is written only with a residual.
     """
-    dx, dres, dw, db = outputs
-    view, grad = row_view(x), row_view(dy)
-    extra = row_view(dsum) if dsum is not None else None
+    view = row_view(c.x)
+    other = row_view(c.residual) if c.residual is not None else None
+    limit, factor, drops = _dropout(c.dropout_p, c.seed)
     rows, cols = view.rows, view.cols
-    seed, limit, factor, drops = _dropout(dropout_p, seed, x.device)
-    operands = (_vector(weight), _vector(bias), None if rms else mean, rstd, seed)
-    align, strides = _aligned(grad.stride, extra.stride if extra else 0, view.stride)
-    scalars = (site, limit, factor, float(weight_offset), align)
-    flags = {
-        "RMS": rms, "ROUND": _TRITON_DTYPE.get(round_dtype), "DROPOUT": drops, "ADD": add,
-        "ACT": activation, "FAST": _is_short(dy.dtype),
-    }  # fmt: skip
-    added = extra.tensor if extra else None
     block = max(8, next_power_of_2(cols))
-    with on_device(x):
-        if block <= BACKWARD[-1].block:
-            table = BACKWARD_ADD if add else BACKWARD
-            line, programs = _tile(table, (x, dy, dsum), rows, block)
-            partials = _partials(x, programs, cols, dw, db)
-            kernels.norm_bwd[(programs,)](
-                grad.tensor, added, view.tensor, *operands, dx, dres, *partials,
-                rows, *strides, *scalars,
-                N=cols, BLOCK=block, R=line.rows, STAGES=line.stages,
-                **flags, num_warps=line.warps,
+    align, strides = _aligned(view.stride, other.stride if other else 0)
+    scalars = (rows, *strides, c.site, limit, factor, float(c.eps), float(c.weight_offset), align)
+    flags = {
+        "RMS": c.rms, "ROUND": _TRITON_DTYPE.get(c.round_dtype), "DROPOUT": drops,
+        "ACT": c.activation, "FAST": _is_short(c.out_dtype), "N": cols,
+    }  # fmt: skip
+    if block > FORWARD[-1].block:
+        wide_flags = {**flags, "BLOCK": WIDE.block, "num_warps": WIDE.warps}
+        launch = Launch(wide.norm_fwd_wide, (rows,), *scalars, **wide_flags)
+    else:
+        line, programs = _tile(FORWARD, (c.x, c.residual), rows, block)
+        options = {"BLOCK": block, "R": line.rows, "STAGES": line.stages, "num_warps": line.warps}
+        if c.x.is_cuda and drops and c.residual is None and block in DROPOUT_REGISTERS:
+            options["maxnreg"] = DROPOUT_REGISTERS[block]
+        launch = Launch(kernels.norm_fwd, (programs,), *scalars, **flags, **options)
+    add, rms = other is not None, c.rms
+
+    def write(x, residual, weight, bias, seed, y, total, mean, rstd):  # type: ignore[no-untyped-def]
+        seed = seed.to(x.device) if drops else None
+        launch(
+            x, residual, weight, bias, seed, y, total if add else None, None if rms else mean, rstd
+        )
+
+    return on_rows(write, (c.x, c.residual), (c.weight, c.bias))
+
+
+def prepare_backward(c: BackwardCall) -> Run:
+    """How to write (dx, dresidual, dweight, dbias): a function of the call's tensors and of these.
+
+    Those whose dtype the call does not name are not computed. x is the normed tensor: the input,
+    or with ``add`` the sum.
+    """
+    view, grad = row_view(c.x), row_view(c.dy)
+    extra = row_view(c.dsum) if c.dsum is not None else None
+    rows, cols = view.rows, view.cols
+    limit, factor, drops = _dropout(c.dropout_p, c.seed)
+    align, strides = _aligned(grad.stride, extra.stride if extra else 0, view.stride)
+    scalars = (c.site, limit, factor, float(c.weight_offset), align)
+    flags = {
+        "RMS": c.rms, "ROUND": _TRITON_DTYPE.get(c.round_dtype), "DROPOUT": drops, "ADD": c.add,
+        "ACT": c.activation, "FAST": _is_short(c.dy.dtype), "N": cols,
+    }  # fmt: skip
+    block = max(8, next_power_of_2(cols))
+    over_rows: Launch | None = None
+    if block <= BACKWARD[-1].block:
+        line, programs = _tile(
+            BACKWARD_ADD if c.add else BACKWARD, (c.x, c.dy, c.dsum), rows, block
+        )
+        whole = Launch(
+            kernels.norm_bwd, (programs,), rows, *strides, *scalars,
+            BLOCK=block, R=line.rows, STAGES=line.stages, **flags, num_warps=line.warps,
+        )  # fmt: skip
+    else:
+        if c.dx is not None or c.dresidual is not None:
+            over_rows = Launch(
+                wide.norm_bwd_wide, (rows,), *strides, *scalars,
+                BLOCK=WIDE.block, **flags, num_warps=WIDE.warps,
             )  # fmt: skip
-        else:
-            if dx is not None or dres is not None:
-                wide.norm_bwd_wide[(rows,)](
-                    grad.tensor, added, view.tensor, *operands, dx, dres,
-                    *strides, *scalars,
-                    N=cols, BLOCK=WIDE.block, **flags, num_warps=WIDE.warps,
-                )  # fmt: skip
-            if dw is None and db is None:
-                return
-            line = WIDE_WEIGHTS
-            across = cdiv(cols, line.block)
-            programs = min(cdiv(rows, line.rows), cdiv(sm_count(x) * line.per_sm, across))
-            partials = _partials(x, programs, cols, dw, db)
-            wide.norm_bwd_wide_weights[(across, programs)](
-                grad.tensor, view.tensor, *operands, *partials,
-                rows, strides[0], strides[2], *scalars,
-                N=cols, BLOCK=line.block, R=line.rows, **flags, num_warps=line.warps,
-            )  # fmt: skip
-        if dw is not None or db is not None:
-            kernels.norm_bwd_reduce[(cdiv(cols, 32),)](
-                *partials, dw, db, programs, cols, BLOCK_P=64, BLOCK=32, num_warps=4
-            )
+        line = WIDE_WEIGHTS
+        across = cdiv(cols, line.block)
+        programs = min(cdiv(rows, line.rows), cdiv(sm_count(c.x) * line.per_sm, across))
+        whole = Launch(
+            wide.norm_bwd_wide_weights, (across, programs),
+            rows, strides[0], strides[2], *scalars,
+            BLOCK=line.block, R=line.rows, **flags, num_warps=line.warps,
+        )  # fmt: skip
+    reduce = Launch(
+        kernels.norm_bwd_reduce,
+        (cdiv(cols, 32),),
+        programs,
+        cols,
+        BLOCK_P=64,
+        BLOCK=32,
+        num_warps=4,
+    )
+    narrow = block <= BACKWARD[-1].block
+    wanted = [dtype is not None for dtype in (c.dx, c.dresidual, c.dweight, c.dbias)]
+    make_dw, make_db = (
+        maker(c.x, (programs, cols) if asked else None, torch.float32) for asked in wanted[2:]
+    )
+    rms = c.rms
 
+    def write(x, dy, dsum, weight, bias, mean, rstd, seed, *outputs):  # type: ignore[no-untyped-def]
+        seed = seed.to(x.device) if drops else None
+        operands = (weight, bias, None if rms else mean, rstd, seed)
+        dx, dresidual, dweight, dbias = (
+            t if asked else None for t, asked in zip(outputs, wanted, strict=True)
+        )
+        if over_rows is not None:
+            over_rows(dy, dsum, x, *operands, dx, dresidual)
+        sums = dweight is not None or dbias is not None
+        dw = make_dw(x) if dweight is not None else None
+        db = make_db(x) if dbias is not None else None
+        if narrow:
+            whole(dy, dsum, x, *operands, dx, dresidual, dw, db)
+        elif sums:
+            whole(dy, x, *operands, dw, db)
+        if sums:
+            reduce(dw, db, dweight, dbias)
 
-def _partials(
-    x: torch.Tensor, programs: int, cols: int, dw: torch.Tensor | None, db: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Float32 [programs, N] for each weight gradient wanted; every program writes its row."""
-    wanted = (dw is not None) + (db is not None)
-    if not wanted:
-        return None, None
-    both = torch.empty(wanted, programs, cols, device=x.device, dtype=torch.float32)
-    return both[0] if dw is not None else None, both[-1] if db is not None else None
-
-
-def _vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+    return on_rows(write, (c.x, c.dy, c.dsum), (c.weight, c.bias))

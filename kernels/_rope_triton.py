@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from graphopt.kernels._launch import next_power_of_2, on_device
+from graphopt.kernels._launch import next_power_of_2
+from graphopt.kernels._prepared import Launch, MaybeTensor, Prepared, Run
 
 WIDEST = 512
 # Values a tile: 4 warps then have 4 accesses of 128 bits a thread in flight.
@@ -235,18 +237,29 @@ def turn(
         interleaved: pairs lie side by side.
         back: apply the transpose of the map.
     """
-    if x.dim() == 0:
-        return False
-    cut = plan(_strided(x), _strided(cos), _strided(sin), _strided(y))
-    if cut is None:
-        return False
-    if y.numel() == 0:
+    done: bool = _TURN((x, cos, sin, y), (interleaved, back, x is y))
+    return done
+
+
+def _prepare(tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]) -> Run:
+    (x, cos, sin, y), (interleaved, back, in_place) = tensors, options
+    assert x is not None and cos is not None and sin is not None and y is not None
+    cut = plan(_strided(x), _strided(cos), _strided(sin), _strided(y)) if x.dim() else None
+    if cut is None or y.numel() == 0:
+        done = cut is not None
+        return lambda *tensors: done
+    launch = Launch(
+        _turn, (cut.programs,), *cut.sizes[1:], *cut.x, *cut.cos, *cut.sin, *cut.y,
+        BACK=back, INTERLEAVED=interleaved, IN_PLACE=in_place,
+        HALF=cut.half, BLOCK=next_power_of_2(cut.half),
+        TB=cut.tile_b, TC=cut.tile_c, num_warps=WARPS,
+    )  # fmt: skip
+
+    def run(*tensors: torch.Tensor) -> bool:
+        launch(*tensors)
         return True
-    with on_device(x):
-        _turn[(cut.programs,)](
-            x, cos, sin, y, *cut.sizes[1:], *cut.x, *cut.cos, *cut.sin, *cut.y,
-            BACK=back, INTERLEAVED=interleaved, IN_PLACE=x is y,
-            HALF=cut.half, BLOCK=next_power_of_2(cut.half),
-            TB=cut.tile_b, TC=cut.tile_c, num_warps=WARPS,
-        )  # fmt: skip
-    return True
+
+    return run
+
+
+_TURN = Prepared(_prepare)

@@ -31,6 +31,7 @@ from graphopt.kernels._pointwise import (
     slope_times,
     sum_to_bias,
 )
+from graphopt.kernels._prepared import Prepared, Run
 
 # bias_act ---------------------------------------------------------------------------------------
 
@@ -77,13 +78,25 @@ def _bias_act_launch(
     bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    result = promoted(x, bias, out_dtype=out_dtype)
+    y: torch.Tensor = _LAUNCH((x, bias), (activation, bias_added, out_dtype))
+    return y
+
+
+def _prepare(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    (x, bias), (activation, added, out_dtype) = tensors, options
     if not kernel_serves(x, bias):
-        return bias_act_reference(x, bias, activation, bias_added=bias_added, out_dtype=out_dtype)
+        return lambda x, bias: bias_act_reference(
+            x, bias, activation, bias_added=added, out_dtype=out_dtype
+        )
     _check_bias_act(x, bias, activation)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.forward(x, None if bias_added else bias, activation, result)
+    result = promoted(x, bias, out_dtype=out_dtype)
+    write = triton_path.prepare_forward(x, None if added else bias, activation, result)
+    return (lambda x, bias: write(x, None)) if added else write
+
+
+_LAUNCH = Prepared(_prepare)
 
 
 def _bias_act_fake(
@@ -128,11 +141,21 @@ def _bias_act_backward_launch(
     activation: str,
     sum_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not kernel_serves(grad, x, bias) or sum_dtype == torch.float64:
-        return _bias_act_backward_reference(grad, x, bias, activation, sum_dtype)
+    found: tuple[torch.Tensor, torch.Tensor] = _LAUNCH_BACKWARD(
+        (grad, x, bias), (activation, sum_dtype)
+    )
+    return found
+
+
+def _prepare_backward(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    if not kernel_serves(*tensors) or options[1] == torch.float64:
+        return lambda *given: _bias_act_backward_reference(*given, *options)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.backward(grad, x, bias, activation, sum_dtype)
+    return triton_path.prepare_backward(*tensors, *options)
+
+
+_LAUNCH_BACKWARD = Prepared(_prepare_backward)
 
 
 def _bias_act_backward_fake(
@@ -284,12 +307,21 @@ def softcap_reference(
 def _softcap_launch(
     x: torch.Tensor, cap: float, *, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
+    y: torch.Tensor = _LAUNCH_SOFTCAP((x, None), (cap, out_dtype))
+    return y
+
+
+def _prepare_softcap(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    (x, _), (cap, out_dtype) = tensors, options
     if not kernel_serves(x):
-        return softcap_reference(x, cap, out_dtype=out_dtype)
+        return lambda x, _: softcap_reference(x, cap, out_dtype=out_dtype)
     _check_softcap(x, cap)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.forward(x, None, "none", promoted(x, out_dtype=out_dtype), cap)
+    return triton_path.prepare_forward(x, None, "none", promoted(x, out_dtype=out_dtype), cap)
+
+
+_LAUNCH_SOFTCAP = Prepared(_prepare_softcap)
 
 
 def _softcap_fake(
@@ -311,11 +343,20 @@ def _softcap_backward_reference(grad: torch.Tensor, x: torch.Tensor, cap: float)
 
 
 def _softcap_backward_launch(grad: torch.Tensor, x: torch.Tensor, cap: float) -> torch.Tensor:
+    dx: torch.Tensor = _LAUNCH_SOFTCAP_BACKWARD((grad, x, None), (cap,))[0]
+    return dx
+
+
+def _prepare_softcap_backward(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    (grad, x, _), (cap,) = tensors, options
     if not kernel_serves(grad, x):
-        return _softcap_backward_reference(grad, x, cap)
+        return lambda grad, x, _: (_softcap_backward_reference(grad, x, cap),)
     from graphopt.kernels import _activation_triton as triton_path
 
-    return triton_path.backward(grad, x, None, "none", None, cap)[0]
+    return triton_path.prepare_backward(grad, x, None, "none", None, cap)
+
+
+_LAUNCH_SOFTCAP_BACKWARD = Prepared(_prepare_softcap_backward)
 
 
 _SOFTCAP_BACKWARD = define(

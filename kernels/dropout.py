@@ -29,6 +29,7 @@ from graphopt.kernels._pointwise import (
     promoted,
     sum_to_bias,
 )
+from graphopt.kernels._prepared import Prepared, Run
 
 # Integer operations of Philox4x32-7 that one value of eight has to bear.
 _PHILOX_FLOPS = 10
@@ -65,11 +66,20 @@ def dropout_reference(x: torch.Tensor, p: float, seed: torch.Tensor, site: int) 
 
 
 def _dropout_launch(x: torch.Tensor, p: float, seed: torch.Tensor, site: int) -> torch.Tensor:
+    y: torch.Tensor = _LAUNCH((x, None, None, seed), (p, site))
+    return y
+
+
+def _prepare(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    x, (p, site) = tensors[0], options
     if not kernel_serves(x):
-        return dropout_reference(x, p, seed, site)
+        return lambda x, residual, bias, seed: dropout_reference(x, p, seed, site)
     from graphopt.kernels import _dropout_triton as triton_path
 
-    return triton_path.forward(x, None, None, p, seed, site, x.dtype)
+    return triton_path.prepare_forward(x, None, None, p, site, x.dtype)
+
+
+_LAUNCH = Prepared(_prepare)
 
 
 def _dropout_fake(x: torch.Tensor, p: float, seed: torch.Tensor, site: int) -> torch.Tensor:
@@ -195,8 +205,15 @@ def _dropout_add_launch(
     bias_added: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    options = (p, site, bias_added, out_dtype)
+    y: torch.Tensor = _LAUNCH_ADD((x, residual, bias, seed), options)
+    return y
+
+
+def _prepare_add(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    (x, residual, bias, _), (p, site, bias_added, out_dtype) = tensors, options
     if not kernel_serves(x, residual, bias):
-        return dropout_add_reference(
+        return lambda x, residual, bias, seed: dropout_add_reference(
             x, residual, p, seed, site, bias=bias, bias_added=bias_added, out_dtype=out_dtype
         )
     _check_add(x, residual, bias)
@@ -204,7 +221,13 @@ def _dropout_add_launch(
 
     result = promoted(x, residual, bias, out_dtype=out_dtype)
     added = None if bias_added else bias
-    return triton_path.forward(x, residual, added, p, seed, site, result)
+    write = triton_path.prepare_forward(x, residual, added, p, site, result)
+    if bias_added:
+        return lambda x, residual, bias, seed: write(x, residual, None, seed)
+    return write
+
+
+_LAUNCH_ADD = Prepared(_prepare_add)
 
 
 def _dropout_add_fake(
@@ -255,11 +278,24 @@ def _dropout_add_backward_launch(
     x_dtype: torch.dtype,
     bias_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = _LAUNCH_ADD_BACKWARD(
+        (grad, seed), (p, site, x_dtype, bias_dtype)
+    )
+    return found
+
+
+def _prepare_add_backward(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    grad, (p, site, x_dtype, bias_dtype) = tensors[0], options
     if not kernel_serves(grad) or torch.float64 in (x_dtype, bias_dtype):
-        return _dropout_add_backward_reference(grad, p, seed, site, x_dtype, bias_dtype)
+        return lambda grad, seed: _dropout_add_backward_reference(
+            grad, p, seed, site, x_dtype, bias_dtype
+        )
     from graphopt.kernels import _dropout_triton as triton_path
 
-    return triton_path.backward(grad, p, seed, site, x_dtype, bias_dtype)
+    return triton_path.prepare_backward(grad, *options)
+
+
+_LAUNCH_ADD_BACKWARD = Prepared(_prepare_add_backward)
 
 
 def _dropout_add_backward_fake(

@@ -34,6 +34,7 @@ from graphopt.kernels._pointwise import (
     promoted,
     slope_times,
 )
+from graphopt.kernels._prepared import Prepared, Run
 
 NAMES = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid")
 
@@ -77,12 +78,22 @@ def _launch(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    y: torch.Tensor = _LAUNCH((gate, up), (activation, out_dtype))
+    return y
+
+
+def _prepare(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    (gate, up), (activation, out_dtype) = tensors, options
     if not kernel_serves(gate, up):
-        return glu_reference(gate, up, activation, out_dtype=out_dtype)
+        return lambda gate, up: glu_reference(gate, up, activation, out_dtype=out_dtype)
     _check(gate, up, activation)
     from graphopt.kernels import _glu_triton as triton_path
 
-    return triton_path.forward(gate, up, activation, promoted(gate, up, out_dtype=out_dtype))
+    result = promoted(gate, up, out_dtype=out_dtype)
+    return triton_path.prepare_forward(gate, up, activation, result)
+
+
+_LAUNCH = Prepared(_prepare)
 
 
 def _fake(
@@ -116,11 +127,19 @@ def _backward_reference(
 def _backward_launch(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not kernel_serves(grad, gate, up):
-        return _backward_reference(grad, gate, up, activation)
+    found: tuple[torch.Tensor, torch.Tensor] = _LAUNCH_BACKWARD((grad, gate, up), (activation,))
+    return found
+
+
+def _prepare_backward(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    if not kernel_serves(*tensors):
+        return lambda *given: _backward_reference(*given, *options)
     from graphopt.kernels import _glu_triton as triton_path
 
-    return triton_path.backward(grad, gate, up, activation)
+    return triton_path.prepare_backward(*tensors, *options)
+
+
+_LAUNCH_BACKWARD = Prepared(_prepare_backward)
 
 
 _BACKWARD = define(
@@ -337,11 +356,19 @@ def _packed_backward_reference(
 def _packed_backward_launch(
     grad: torch.Tensor, packed: torch.Tensor, activation: str, gate_first: bool
 ) -> torch.Tensor:
-    if not kernel_serves(grad, packed):
-        return _packed_backward_reference(grad, packed, activation, gate_first)
+    found: torch.Tensor = _LAUNCH_PACKED_BACKWARD((grad, packed), (activation, gate_first))
+    return found
+
+
+def _prepare_packed_backward(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    if not kernel_serves(*tensors):
+        return lambda *given: _packed_backward_reference(*given, *options)
     from graphopt.kernels import _glu_triton as triton_path
 
-    return triton_path.backward_packed(grad, packed, activation, gate_first)
+    return triton_path.prepare_backward_packed(*tensors, *options)
+
+
+_LAUNCH_PACKED_BACKWARD = Prepared(_prepare_packed_backward)
 
 
 _PACKED_BACKWARD = define(

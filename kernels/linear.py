@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import OptionError
-from graphopt.kernels._library import LIBRARY, define, differentiated, invoke
+from graphopt.kernels._library import define, differentiable, differentiated, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 
 # wide_mm ----------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def _autograd(
     return result
 
 
-LIBRARY.impl("linear_wide", _autograd, "Autograd")
+differentiable(_LINEAR, _autograd)
 
 
 def _cost(

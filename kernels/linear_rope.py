@@ -18,7 +18,7 @@ import torch
 
 from graphopt.errors import OptionError, UnsupportedError
 from graphopt.kernels._launch import is_aligned
-from graphopt.kernels._library import LIBRARY, define, differentiated, invoke, once
+from graphopt.kernels._library import define, differentiable, differentiated, invoke, once
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, kernel_serves
 from graphopt.kernels.linear import bias_gradients, parameter_gradients, product
@@ -334,7 +334,7 @@ def _autograd(
     return parts
 
 
-LIBRARY.impl("linear_rope", _autograd, "Autograd")
+differentiable(_LINEAR_ROPE, _autograd)
 
 
 def _cost(

@@ -194,7 +194,7 @@ def _forward_grad(
     interleaved: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], Kept]:
-    y = _ROPE(x, cos, sin, interleaved, out_dtype=out_dtype)
+    y = invoke(_ROPE, x, cos, sin, interleaved, out_dtype=out_dtype)
     learned = cos.requires_grad or sin.requires_grad
     kept = (interleaved, x.dtype, tuple(x.shape), y.stride())
     return y, (cos, sin, x if learned else None), kept

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from graphopt.kernels import Op, Sample
+from graphopt.kernels import Op, Sample, _prepared
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _backend(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 @pytest.fixture
-def narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def narrow_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launch tables of the norms that send rows of more than 32 columns to the wide kernels."""
     launch = pytest.importorskip("graphopt.kernels._norm_launch")
     config = type(launch.WIDE)
@@ -60,6 +60,9 @@ def narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         launch, "WIDE_WEIGHTS", config(block=32, rows=4, warps=1, per_sm=4, stages=1)
     )
+    _prepared.forget()
+    yield
+    _prepared.forget()
 
 
 @pytest.fixture(autouse=True)

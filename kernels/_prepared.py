@@ -1,0 +1,215 @@
+"""Calls prepared once and repeated: what a fused operator costs the host.
+
+Where a kernel's tiles lie, which of its forms is compiled and which buffers it needs follow from
+the shapes, strides, dtypes and devices of its tensors and from the options of the call. `Prepared`
+works that out once for each such key and keeps a function that only allocates and launches;
+`Launch` keeps the compiled kernel and all its arguments but the pointers, and hands them to
+Triton's launcher, past the part of Triton that finds the kernel again (host time in
+docs/performance.md).
+
+What Triton specializes a kernel for beyond the key is whether each pointer is a multiple of 16
+bytes. Only launches whose pointers all are get repeated; any other goes the long way, as do all
+while a tool watches launches through Triton's hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphopt.kernels._launch import nothing, on_device, row_view
+
+MaybeTensor = torch.Tensor | None
+Run = Callable[..., Any]
+
+MOST = 4096
+"""Keys that are kept for an operator; where shapes never repeat, all are forgotten at once."""
+
+_ALL: weakref.WeakSet[Prepared] = weakref.WeakSet()
+
+
+def facts(tensor: MaybeTensor) -> tuple[Any, ...] | None:
+    """What a prepared call may depend on: shape, strides, dtype, device; None for no tensor.
+
+    Example:
+        >>> facts(torch.ones(2, 3))
+        (torch.Size([2, 3]), (3, 1), torch.float32, -1)
+    """
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+class Prepared:
+    """A function of tensors and options that is worked out once for each kind of arguments.
+
+    Args:
+        prepare: `prepare(tensors, options)` returns `run(*tensors)`. It may look at the tensors'
+            shapes, strides, dtypes and devices, not at their values or addresses; `run` must keep
+            none of them alive.
+
+    Example:
+        >>> double = Prepared(lambda tensors, options: lambda x: options[0] * x)
+        >>> double((torch.ones(1),), (2,))
+        tensor([2.])
+    """
+
+    def __init__(self, prepare: Callable[[tuple[MaybeTensor, ...], tuple[Any, ...]], Run]) -> None:
+        self._prepare = prepare
+        self._known: dict[Any, Run] = {}
+        _ALL.add(self)
+
+    def __call__(self, tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]) -> Any:
+        """Run on some tensors; options must be hashable."""
+        key = (options, *[facts(t) for t in tensors])
+        run = self._known.get(key)
+        if run is None:
+            run = self._prepare(tensors, options)
+            if len(self._known) >= MOST:
+                self._known.clear()
+            self._known[key] = run
+        return run(*tensors)
+
+    def forget(self) -> None:
+        """Forget what was worked out."""
+        self._known.clear()
+
+
+def forget() -> None:
+    """Forget every prepared call, for whoever changes a launch table."""
+    for prepared in _ALL:
+        prepared.forget()
+
+
+def maker(like: torch.Tensor, shape: Any, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """How to allocate a contiguous tensor, as a function of one like ``like``, the cheapest way.
+
+    Args:
+        like: of the kind that the function will be given.
+        shape: of the result; None for one that nobody wants, which has no element.
+        dtype: of the result.
+
+    Example:
+        >>> make = maker(torch.ones(2, 3), (4,), torch.float16)
+        >>> make(torch.zeros(2, 3)).shape
+        torch.Size([4])
+    """
+    device = like.device
+    if shape is None:
+        return lambda given: nothing(dtype, device)
+    shape = torch.Size(shape)
+    plain = torch.empty(shape, device="meta").stride()
+    if like.shape == shape and like.dtype == dtype and like.stride() == plain:
+        return torch.empty_like
+    # Half the host time of torch.empty.
+    return lambda given: torch.empty_strided(shape, plain, dtype=dtype, device=device)
+
+
+def on_rows(write: Run, rows: tuple[MaybeTensor, ...], vectors: tuple[MaybeTensor, ...]) -> Run:
+    """A function of tensors that are given as kernels read them, copied where they do not lie so.
+
+    Args:
+        write: takes the tensors, first those of ``rows``, then those of ``vectors``, then others.
+        rows: of the kind that will be given, to be seen as rows by `row_view`.
+        vectors: to be contiguous.
+    """
+    copied = [
+        i
+        for i, t in enumerate((*rows, *vectors))
+        if t is not None and not (row_view(t).tensor is t if i < len(rows) else t.is_contiguous())
+    ]
+    if not copied:
+        return write
+
+    def run(*tensors: Any) -> Any:
+        laid = list(tensors)
+        for i in copied:
+            laid[i] = laid[i].contiguous()
+        return write(*laid)
+
+    return run
+
+
+class Launch:
+    """A kernel with its grid and all its arguments but the pointers, which come first.
+
+    Args:
+        kernel: the `triton.jit` function.
+        grid: programs, of one to three dimensions.
+        scalars: the arguments behind the pointers that are not constants.
+        constants: the constants by name, and Triton's options (`num_warps=`).
+    """
+
+    __slots__ = (
+        "_again", "_device", "_devices", "_head", "_knobs", "_start", "_streams", "_tail",
+        "constants", "grid", "kernel", "scalars",
+    )  # fmt: skip
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: Any, **constants: Any) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self.scalars = scalars
+        self.constants = constants
+        self._again: Callable[..., Any] | None = None
+
+    def __call__(self, *pointers: MaybeTensor) -> None:
+        """Launch on the GPU of the first tensor; None for a pointer that the kernel lacks."""
+        again = self._again
+        if again is None:
+            self._first(pointers)
+            return
+        places: list[int | None] = []
+        low = 0
+        for tensor in pointers:
+            if tensor is None:
+                places.append(None)
+            else:
+                place = tensor.data_ptr()
+                low |= place
+                places.append(place)
+        device = self._device
+        if low & 15 or self._devices() != device or self._watched():
+            self._launch(pointers)
+            return
+        again(*self._start, self._streams(device), *self._head, *places, *self._tail)
+
+    def _launch(self, pointers: tuple[MaybeTensor, ...]) -> Any:
+        """As Triton does it, which finds the kernel for these pointers or compiles it."""
+        first = next(t for t in pointers if t is not None)
+        with on_device(first):
+            return self.kernel[self.grid](*pointers, *self.scalars, **self.constants)
+
+    def _first(self, pointers: tuple[MaybeTensor, ...]) -> None:
+        compiled = self._launch(pointers)
+        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in pointers)
+        if not aligned or not hasattr(compiled, "packed_metadata"):  # the interpreter gives None
+            return
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._knobs = knobs.runtime
+        self._devices = driver.active.get_current_device
+        self._streams = driver.active.get_current_stream
+        self._device = next(t.get_device() for t in pointers if t is not None)
+        if self._device < 0:  # tensors of another kind of memory: Triton's own device
+            self._device = self._devices()
+        self._start = (*self.grid, 1, 1)[:3]
+        names = self.kernel.arg_names[len(pointers) + len(self.scalars) :]
+        self._tail = (*self.scalars, *(self.constants[name] for name in names))
+        # No metadata and no hooks: `_watched` sees to it that nobody is there to read them.
+        self._head = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._again = compiled.run
+
+    def _watched(self) -> bool:
+        """Whether something wants to see launches, or to change how kernels are compiled."""
+        knobs = self._knobs
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        return bool(
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or knobs.add_stages_inspection_hook
+            or self.kernel.pre_run_hooks
+        )

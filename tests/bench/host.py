@@ -1,0 +1,236 @@
+"""What fused operators cost the host, beside eager: small tensors, and a hundred small blocks.
+
+    python tests/bench/host.py                 # on a GPU: both tables, and torch.compile's steps
+    python tests/bench/host.py --device cpu    # no GPU: kernels are compiled, launched into nothing
+
+The first table gives microseconds a call, forward and backward, of operators on tensors so small
+that the device waits for the host: the time until calls are issued, not until they are done. The
+second gives milliseconds a training step (forward, backward, `zero_grad`) of a hundred blocks of
+LayerNorm, linear, GELU and linear with a residual, at three widths: what it takes until everything
+is done, what the host takes to issue it, and what the device is busy (torch's profiler).
+On the CPU only the host's part means anything, and eager's holds the arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import graphopt
+from graphopt.errors import GraphoptWarning
+from graphopt.kernels._library import direct, positional
+
+Call = Callable[[], torch.Tensor]
+SIZES = ((64, 128), (1024, 512), (8192, 512))
+"""Rows and columns of the blocks: nothing to do, something, and enough to fill a GPU."""
+
+
+def op(name: str, *args: Any, **kwargs: Any) -> Call:
+    """A call of an operator as an optimized module makes it."""
+    overload = getattr(torch.ops.graphopt, name).default
+    call, values = direct(overload), positional(overload, args, kwargs)
+    assert call is not None
+    return lambda: first(call(*values))
+
+
+def first(result: Any) -> torch.Tensor:
+    """The result, or the first of several."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def cases(device: str, rows: int, cols: int) -> dict[str, tuple[Call, Call, list[torch.Tensor]]]:
+    """Operator -> graphopt's call, eager's, and the tensors that want a gradient."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    x, r, w, b = make(rows, cols), make(rows, cols), make(cols), make(cols)
+    heads, table = make(2, 4, rows // 2, cols // 4), torch.randn(rows // 2, cols // 4).to(device)
+    seed = torch.tensor(1, device=device)
+
+    def turned() -> torch.Tensor:
+        half = heads.shape[-1] // 2
+        other = torch.cat((-heads[..., half:], heads[..., :half]), -1)
+        return heads * table + other * table
+
+    return {
+        "layer_norm": (
+            op("layer_norm", x, w, b, 1e-5), lambda: F.layer_norm(x, (cols,), w, b), [x, w, b],
+        ),
+        "add_layer_norm": (
+            op("add_layer_norm", x, r, w, b, 1e-5),
+            lambda: F.layer_norm(x + r, (cols,), w, b), [x, r, w, b],
+        ),
+        "rms_norm": (op("rms_norm", x, w, 1e-6), lambda: F.rms_norm(x, (cols,), w), [x, w]),
+        "bias_act gelu": (
+            op("bias_act", x, b, "gelu", bias_added=True), lambda: F.gelu(x), [x, b],
+        ),
+        "glu silu": (op("glu", x, r, "silu"), lambda: F.silu(x) * r, [x, r]),
+        "dropout": (op("dropout", x, 0.1, seed, 0), lambda: F.dropout(x, 0.1), [x]),
+        "dropout_add": (
+            op("dropout_add", x, r, 0.1, seed, 0), lambda: F.dropout(x, 0.1) + r, [x, r],
+        ),
+        "rope": (op("rope", heads, table, table), turned, [heads]),
+    }  # fmt: skip
+
+
+def microseconds(call: Call, wrt: list[torch.Tensor], clock: Callable[[], float]) -> list[float]:
+    """Least mean host time of a forward, a backward, and a forward without gradients."""
+    count, best = 50, [float("inf")] * 3
+    grad = torch.ones_like(call())
+    for _ in range(20):
+        wait()
+        start = clock()
+        made = [call() for _ in range(count)]
+        middle = clock()
+        wait()
+        again = clock()
+        for y in made:
+            torch.autograd.grad(y, wrt, grad, allow_unused=True)
+        end = clock()
+        wait()
+        with torch.no_grad():
+            bare = clock()
+            for _ in range(count):
+                call()
+            done = clock()
+        found = (middle - start, end - again, done - bare)
+        best = [min(b, f / count * 1e6) for b, f in zip(best, found, strict=True)]
+    return best
+
+
+def wait() -> None:
+    """Until the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def operators(device: str, clock: Callable[[], float]) -> list[dict[str, Any]]:
+    """Print and return the first table."""
+    print("| operator, 64 x 128 float32 | forward us | eager | backward us | eager "
+          "| no gradient us | eager |\n" + "|---" * 7 + "|")  # fmt: skip
+    found = []
+    for name, (ours, eager, wrt) in cases(device, 64, 128).items():
+        a, b = microseconds(ours, wrt, clock), microseconds(eager, wrt, clock)
+        cells = [f"{v:.1f}" for pair in zip(a, b, strict=True) for v in pair]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        found.append({"operator": name, "graphopt": a, "eager": b})
+    return found
+
+
+class Blocks(nn.Module):
+    """A hundred small blocks, each with a skip."""
+
+    def __init__(self, width: int, count: int = 100) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
+            )
+            for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square of what comes out."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def step_ms(model: nn.Module, run: Callable[[], Any], clock: Callable[[], float]) -> list[float]:
+    """Median over steps of: until done, until issued, and the device's busy time; in ms."""
+
+    def step() -> None:
+        model.zero_grad()
+        run().backward()
+
+    done, issued = [], []
+    for _ in range(25):
+        wait()
+        start = clock()
+        step()
+        issued.append(clock() - start)
+        wait()
+        done.append(clock() - start)
+    busy = 0.0
+    if torch.cuda.is_available():
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            wait()
+        busy = sum(e.self_device_time_total for e in seen.key_averages()) / 1e3
+    return [sorted(times[5:])[10] * 1e3 for times in (done, issued)] + [busy]
+
+
+def blocks(device: str, clock: Callable[[], float], compiled: bool) -> list[dict[str, Any]]:
+    """Print and return the second table."""
+    head = ("rows x columns", "variant", "step ms", "to eager", "issued ms", "device busy ms")
+    print(f"\n| {' | '.join(head)} |\n" + "|---" * len(head) + "|")
+    rows = []
+    for size in SIZES if device == "cuda" else SIZES[:1]:
+        torch.manual_seed(0)
+        model = Blocks(size[1]).to(device)
+        x = torch.randn(size, device=device)
+        variants: dict[str, Any] = {"eager": model, "graphopt": graphopt.optimize(model, x)}
+        if device == "cpu":
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+            import silent_driver
+
+            silent_driver.install()
+        if compiled:
+            variants["torch.compile"] = torch.compile(model)
+        first_ms = 0.0
+        for name, module in variants.items():
+            times = step_ms(model, lambda module=module, x=x: module(x), clock)
+            first_ms = first_ms or times[0]
+            cells = (
+                f"{size[0]} x {size[1]}", name, f"{times[0]:.2f}", f"{times[0] / first_ms:.2f}",
+                f"{times[1]:.2f}", f"{times[2]:.2f}",
+            )  # fmt: skip
+            print(f"| {' | '.join(cells)} |", flush=True)
+            rows.append({"size": size, "variant": name, "ms": times})
+        fused = sum(r.kind == "local" for r in variants["graphopt"].rewrites)
+        refused = {r.reason for r in variants["graphopt"].refusals}
+        print(f"({fused} rewrites; refused: {sorted(refused)[:2] or 'nothing'})", flush=True)
+        del variants, module, model
+        gc.collect()
+    return rows
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device; --device cpu measures the host alone", file=sys.stderr)
+        return 2
+    warnings.simplefilter("ignore", GraphoptWarning)
+    clock = time.perf_counter if options.device == "cuda" else time.thread_time
+    torch.set_num_threads(1)
+    if options.device == "cuda":
+        print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    compiled = options.device == "cuda" and not options.no_compile
+    stepped = blocks(options.device, clock, compiled)
+    called = operators(options.device, clock)
+    if options.json:
+        options.json.write_text(json.dumps({"steps": stepped, "operators": called}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
