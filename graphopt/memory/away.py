@@ -9,6 +9,8 @@ what no other plan beats in both peak and time is kept by the caller.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from graphopt.memory.search import Choice, Point, prices
@@ -24,6 +26,33 @@ SWAPS = 80
 """For how many recomputed values of a plan it is tried to send them instead."""
 
 LEAST_MS = 1e-6
+
+HOST_SHARE = 0.5
+"""Share of the host's memory that may be pinned: what is, cannot be paged out for others."""
+
+
+def pinned(size: int) -> int:
+    """Bytes that torch's pool of pinned memory takes for some bytes.
+
+    Example:
+        >>> pinned(3 * 2**20) == 4 * 2**20
+        True
+    """
+    return 1 << max(0, size - 1).bit_length()
+
+
+def host_room() -> int:
+    """Bytes of host memory that may be pinned: a share of the machine's, or of the container's."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a system that tells
+        memory = sys.maxsize
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            said = file.read().strip()
+    except OSError:
+        said = "max"
+    return int(HOST_SHARE * min(memory, int(said) if said.isdigit() else memory))
 
 
 def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
@@ -48,6 +77,7 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
 class _Offloads:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.room = host_room()
         cost, _ = prices(timeline.values)
         self.norms: dict[int, list[int]] = {}
         for i, v in enumerate(timeline.values):
@@ -63,6 +93,10 @@ class _Offloads:
             return float("inf")
         return cost[m.owner] / max(1, m.bytes)
 
+    def _fits(self, away: Choice) -> bool:
+        """Whether the host has the memory for some values."""
+        return sum(pinned(self.timeline.movable[c].bytes) for c in away) <= self.room
+
     def _run(self, dropped: Choice, away: Choice) -> Outcome:
         return simulate(self.timeline, dropped, away, levels=True)
 
@@ -71,6 +105,8 @@ class _Offloads:
         for c in self.order:
             m = self.timeline.movable[c]
             if c in away or m.owner in dropped or m.last_use >= at:
+                continue
+            if not self._fits(away | {c}):
                 continue
             held = any(r in dropped for r in m.readers)
             if at < m.unpacks[0] if m.unpacks else held:
@@ -116,7 +152,7 @@ class _Offloads:
         recomputed = [c for c in self.order if self.timeline.movable[c].owner in dropped]
         for c in recomputed[:SWAPS]:
             owner = self.timeline.movable[c].owner
-            if owner not in dropped:
+            if owner not in dropped or not self._fits(away | {c}):
                 continue
             kept = (dropped - {owner}) | set(self.norms.get(owner, ()))
             moved = self._run(kept, away | {c})

@@ -179,7 +179,7 @@ def unreachable(
     same = f" of the {shown(plain)} without a plan" if asked.fraction is not None else ""
     named = [h for text in largest for h in groups[text]]
     cures = [f"memory_budget={_next(lowest)}", "a smaller batch (graphopt.fit finds the largest)"]
-    if offloaded is not None and offloaded < lowest:
+    if offloaded is not None and (offloaded <= limit or offloaded < 0.99 * lowest):
         cures.insert(0, f"offload='auto' (reaches {shown(offloaded)})")
     error = BudgetError(
         f"memory_budget={asked} ({shown(limit)}{same}) cannot be kept:"

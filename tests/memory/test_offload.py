@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.cost import roofline
 from graphopt.errors import BudgetError, GraphOptError, GraphoptWarning, OptionError
+from graphopt.memory import away
 from graphopt.memory.oracle import predict
 from graphopt.memory.simulate import Timeline, Value, simulate
 from graphopt.memory.trips import Movable, Times
@@ -104,8 +105,13 @@ def test_smaller_peaks_can_be_had(linked):
 
 
 def test_the_error_says_what_offload_could_do(linked):
+    lowest = []
+    for offload in (False, "auto"):
+        with pytest.raises(BudgetError) as caught:
+            optimized(blocks(), budget=1024, offload=offload)
+        lowest.append(caught.value.lowest_bytes)
     with pytest.raises(BudgetError, match=r"offload='auto' \(reaches [0-9.]+KiB\)"):
-        optimized(blocks(), budget=1024, offload=False)
+        optimized(blocks(), budget=sum(lowest) // 2, offload=False)
 
 
 def test_a_smaller_budget_never_has_a_larger_peak_or_a_faster_step(linked):
@@ -271,6 +277,19 @@ def test_nothing_outlives_the_step(linked):
     step(opt)
     gc.collect()
     assert not any(type(o) is HostCopy for o in gc.get_objects())
+
+
+def test_it_is_proved(linked):
+    opt = optimized(blocks())
+    assert graphopt.verify(opt, X).passed
+
+
+def test_the_host_has_room_for_it(linked, monkeypatch):
+    monkeypatch.setattr(away, "host_room", lambda: 2**17)
+    found = optimized(blocks()).memory_plan
+    assert sum(away.pinned(o.bytes) for o in found.offload) <= 2**17
+    monkeypatch.setattr(away, "host_room", lambda: 0)
+    assert optimized(blocks()).memory_plan.offload == ()
 
 
 # ---- the replay

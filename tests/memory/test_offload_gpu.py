@@ -155,7 +155,7 @@ def test_smaller_peaks_are_kept(net, x, plain):
     alone, both = (lowest(net, x, o, precision="bf16") for o in (False, "auto"))
     print("lowest", alone.lowest_bytes, both.lowest_bytes)
     assert both.lowest_bytes <= alone.lowest_bytes
-    if both.lowest_bytes < alone.lowest_bytes:
+    if both.lowest_bytes < 0.99 * alone.lowest_bytes:
         assert "offload='auto' (reaches" in alone.try_
         opt = away(net, x, both.lowest_bytes + 2**20)
         near(step(opt, x), step(plain, x))
