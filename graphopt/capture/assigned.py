@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 class Attributes:
     """What the attributes of a module tree were before a forward ran.
 
-    Buffers are left out: assigning one becomes a write to it.
+    Buffers are apart: assigning one becomes a write to it.
     """
 
     def __init__(self, root: nn.Module, sources: dict[int, nn.Module]) -> None:
@@ -41,6 +41,7 @@ class Attributes:
         }
         self._before = [(path, m, self._attributes(m)) for path, m in root.named_modules()]
         self._names = [(path, m, _registered(m)) for path, m in root.named_modules()]
+        self._buffers = [(path, m, dict(m._buffers)) for path, m in root.named_modules()]
 
     def _attributes(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...] | None]]:
         """Name -> (value, items of a list or dict) of a module's attributes."""
@@ -50,6 +51,43 @@ class Attributes:
             if name not in ("_parameters", "_buffers", "_modules") and name not in _OWN_OF_A_TRACE:
                 found[name] = (value, items_of(value))
         return found
+
+    def write_buffers(self, results: list[Any]) -> None:
+        """Make of each buffer that was assigned (`self.steps = self.steps + 1`) a write to it.
+
+        `torch.export` does so for the root alone, and drops what submodules assign.
+
+        Args:
+            results: of the forward; one that is the old buffer becomes a copy of it.
+
+        Raises:
+            CaptureError: where the new value has another shape, dtype or device, or is no tensor.
+        """
+        pairs = list(self._assigned_buffers())
+        olds = [old for *_, old, _ in pairs]
+        for i, result in enumerate(results):
+            if _lies_in(result, olds):
+                results[i] = result.clone()
+        news = [new.clone() if _lies_in(new, olds) else new for *_, new in pairs]
+        for (module, name, old, _), new in zip(pairs, news, strict=True):
+            if module is self._root:
+                setattr(module, name, new)  # torch.export has taken note, and does once more
+            else:
+                module._buffers[name] = old
+                old.copy_(new.detach() if new.requires_grad else new)
+
+    def _assigned_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+        """(module, name, old, new) of each buffer that was assigned."""
+        for path, module, before in self._buffers:
+            for name in before.keys() & module._buffers.keys() - self._plain.get(id(module), ()):
+                old, new = before[name], module._buffers[name]
+                if new is old:
+                    continue
+                if old is None or new is None or _kind(old) != _kind(new):
+                    label = f"{path}.{name}" if path else name
+                    kinds = [type(module), type(self._root)]
+                    raise assigned(label, new, written_at(name, kinds), buffer=True)
+                yield module, name, old, new
 
     def refuse_changed(self) -> None:
         """Compare with the present attributes.
@@ -73,6 +111,16 @@ class Attributes:
                 raise assigned(
                     label, getattr(module, name, None), forward_of([type(module), type(self._root)])
                 )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _lies_in(value: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor shares the memory of one of some tensors."""
+    alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return isinstance(value, torch.Tensor) and any(alias(value, t) for t in tensors)
 
 
 def _registered(module: nn.Module) -> frozenset[str]:
@@ -212,10 +260,17 @@ def forward_of(kinds: list[type]) -> str | None:
 
 
 def assigned(
-    name: str, value: Any, at: str | None = None, *, outside: bool = False
+    name: str, value: Any, at: str | None = None, *, outside: bool = False, buffer: bool = False
 ) -> CaptureError:
     """The error for an attribute that a forward writes (or a variable outside of the model)."""
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+    if buffer:
+        return CaptureError(
+            f"forward assigns the buffer {name!r} a value of another shape, dtype or device",
+            at=at,
+            why="a graph writes into the buffer that is there",
+            try_="a buffer that has the shape from the start; or on_error='fallback'",
+        )
     cache = "; for a cache: call the model once, so that it is filled, and then optimize it"
     cache = cache if isinstance(value, dict | torch.Tensor) else ""
     if outside:

@@ -55,25 +55,31 @@ class Before:
 
     Attributes:
         functions: the user's functions found.
+        tensors: id -> tensor outside the modules.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], reads: Reads) -> None:
+    def __init__(
+        self, modules: dict[str, nn.Module], reads: Reads, forward: Callable[..., Any]
+    ) -> None:
         """Look around.
 
         Args:
             modules: path -> module of the tree that the trace runs (a shadow).
             reads: told of the objects found outside of modules, so that it notes their reads.
+            forward: of the root; it may be a function of the root's own.
         """
         self._reads = reads
         self._held: list[_Held] = []
         self._seen: set[int] = {id(m) for m in modules.values()}
         self._caches: list[tuple[Any, int]] = []
         self.functions: list[types.FunctionType] = []
+        self.tensors: dict[int, torch.Tensor] = {}
         for path, module in modules.items():
             for name, value in list(module.__dict__.items()):
                 if name not in _OF_MODULES:
                     self._walk(value, f"{path}.{name}" if path else name)
             self._class(type(module))
+        self._walk(forward, "forward")
 
     def changed(self) -> tuple[str, Any, str] | None:
         """(label, new value, variable) of the first difference; whatever differs is set back."""
@@ -109,7 +115,10 @@ class Before:
 
     def _walk(self, value: Any, label: str) -> None:
         kind = type(value)
-        if kind in _ATOMS or isinstance(value, (torch.Tensor, types.ModuleType)):
+        if kind in _ATOMS or isinstance(value, types.ModuleType):
+            return
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
             return
         if id(value) in self._seen:
             return

@@ -120,7 +120,7 @@ def capture(
         exported = _export(module, inputs, leaves, dynamic or {})
         grad = torch.is_grad_enabled()
         tracked = [leaf.requires_grad for leaf in leaves]
-        flat = normalize(exported.program, module, names, tracked, grad)
+        flat = normalize(exported.program, module, names, tracked, grad, exported.tensors.keys())
         exported.refuse_recorded(flat)
         pure = functionalize(flat)
     _drop_dead(pure.graph)
@@ -182,6 +182,7 @@ def _export_once(
 ) -> _Exported:
     found: list[sig.Structure] = []
     recorded: list[bool] = []
+    tensors: dict[int, torch.Tensor] = {}
     same = same_objects(leaves)
 
     def forward(original: Any, flat: tuple[Any, ...]) -> list[Any]:
@@ -193,11 +194,13 @@ def _export_once(
         before = None
         try:
             with reads.recording():
-                before = Before(dict(shadow.named_modules()), reads)
+                before = Before(dict(shadow.named_modules()), reads, original)
+                tensors.update(before.tensors)
                 state = (*shadow.parameters(), *shadow.buffers())
                 with Certain(), impure.watching(flat, state):
                     result = original(*args, **kwargs)
             found[:] = [sig.flatten(result, results, results=True)]
+            attributes.write_buffers(results)
             recorded[:] = [isinstance(t, torch.Tensor) and t.requires_grad for t in results]
             _refuse_changed(inputs, (args, kwargs), flat)
             _refuse_switched(modes, flat, tracked)
@@ -239,7 +242,9 @@ def _export_once(
         )
     places = Places(module, reads, impure.environ)
     changed_flags = reads.switched()
-    return _Exported(program, found[0], places, seconds, changed_flags, recorded, impure.switched)
+    return _Exported(
+        program, found[0], places, seconds, changed_flags, recorded, impure.switched, tensors
+    )
 
 
 def _placed(error: BaseException, module: nn.Module) -> BaseException:
@@ -311,6 +316,7 @@ class _Exported:
         switched: settings that the forward decided.
         recorded: per result, whether it requires grad in the trace.
         recording_at: the line that made an intermediate value require grad, if there is one.
+        tensors: id -> tensor that the forward could reach outside its modules.
     """
 
     program: Any
@@ -320,6 +326,7 @@ class _Exported:
     switched: list[tuple[Any, str, Any, Any]]
     recorded: list[bool]
     recording_at: str | None
+    tensors: dict[int, torch.Tensor]
 
     def refuse_recorded(self, flat: Flat) -> None:
         """Refuse a graph in which a result would not require grad as it does in the trace.

@@ -7,7 +7,7 @@ import gc
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -59,7 +59,12 @@ class Flat:
 
 
 def normalize(
-    program: Any, source: nn.Module, names: list[str], tracked: list[bool], grad: bool
+    program: Any,
+    source: nn.Module,
+    names: list[str],
+    tracked: list[bool],
+    grad: bool,
+    outside: Collection[int] = (),
 ) -> Flat:
     """Flatten an exported program.
 
@@ -69,6 +74,7 @@ def normalize(
         names: one name per input leaf.
         tracked: whether each input leaf requires grad.
         grad: whether autograd records at the top level.
+        outside: ids of the user's own tensors outside the source's modules.
 
     Returns:
         The flat graph.
@@ -76,7 +82,7 @@ def normalize(
     Raises:
         CaptureError: for a higher-order operator that has no place in a flat graph.
     """
-    inliner = _Inliner(program, source, grad)
+    inliner = _Inliner(program, source, grad, outside)
     inliner.state(names, tracked)
     results = inliner.region(program.graph_module, inliner.env, Region(grad))
     inliner.graph.output(tuple(results))
@@ -94,7 +100,9 @@ def normalize(
 
 
 class _Inliner:
-    def __init__(self, program: Any, source: nn.Module, grad: bool) -> None:
+    def __init__(
+        self, program: Any, source: nn.Module, grad: bool, outside: Collection[int]
+    ) -> None:
         self.program = program
         self.source = source
         self.ambient = grad
@@ -105,7 +113,7 @@ class _Inliner:
         self.grads: set[fx.Node] = set()
         self.grad_storages: set[int] = set()
         self.detached: dict[fx.Node, fx.Node] = {}
-        self.originals = _originals(program.constants)
+        self.originals = _originals(program.constants, outside)
 
     # ---- inputs and state
 
@@ -275,17 +283,19 @@ class _Inliner:
                 self.grad_storages.add(storage)
 
 
-def _originals(constants: dict[str, Any]) -> dict[str, Any]:
+def _originals(constants: dict[str, Any], outside: Collection[int]) -> dict[str, Any]:
     """Lifted constants, where torch.export detached a parameter the parameter itself.
 
     Parameters that no module of the tree registers (of a module in a plain list, a global) are
-    lifted as detached aliases, whose gradients would be lost.
+    lifted as detached aliases, whose gradients would be lost. An alias that is the user's own
+    (`kept = layer.weight.detach()`) is meant to have none.
     """
     found = dict(constants)
     aliases = {
         _memory(t): name
         for name, t in constants.items()
         if isinstance(t, torch.Tensor) and not t.requires_grad and _differentiable(t)
+        if id(t) not in outside
     }
     if aliases:
         for parameter in [p for p in gc.get_objects() if type(p) is nn.Parameter]:

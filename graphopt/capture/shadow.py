@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from graphopt.capture.mend import mended
 from graphopt.capture.standins import stand_in
 from graphopt.errors import CaptureError
 
@@ -156,34 +156,6 @@ def _register_plain(copy: nn.Module) -> None:
 
 def _mend(copied: nn.Module, links: dict[int, Any]) -> None:
     """Point plain attributes that refer to a source module to its copy, and copy containers."""
-    for name, value in copied.__dict__.items():
+    for name, value in list(copied.__dict__.items()):
         if name not in _OWN:
-            copied.__dict__[name] = _mended(value, links)
-
-
-def _mended(value: Any, links: dict[int, Any], depth: int = 0) -> Any:
-    if id(value) in links:
-        return links[id(value)]
-    if isinstance(value, types.MethodType) and id(value.__self__) in links:
-        return types.MethodType(value.__func__, links[id(value.__self__)])
-    if isinstance(value, weakref.ref) and id(value()) in links:
-        return weakref.ref(links[id(value())])
-    if isinstance(value, functools.partial):
-        function = _mended(value.func, links, depth)
-        same = function is value.func
-        return value if same else functools.partial(function, *value.args, **value.keywords)
-    if depth > 3 or type(value) not in (list, tuple, dict):
-        return value
-    copy = _mended_container(value, links, depth + 1)
-    if type(value) is not tuple:  # a list that two modules share stays shared between their copies
-        links[id(value)] = copy
-    return copy
-
-
-def _mended_container(value: Any, links: dict[int, Any], depth: int) -> Any:
-    if type(value) is dict:
-        return {k: _mended(v, links, depth) for k, v in value.items()}
-    items = [_mended(v, links, depth) for v in value]
-    if type(value) is tuple and all(a is b for a, b in zip(items, value, strict=True)):
-        return value
-    return type(value)(items)
+            copied.__dict__[name] = mended(value, links)
