@@ -33,6 +33,7 @@ from graphopt.passes import PassOptions, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.passes.base import Log, Timer
 from graphopt.passes.overrides import MarkOverrides
+from graphopt.passes.payoff import ALWAYS
 from graphopt.passes.pipeline import Stage
 from graphopt.passes.remat import RecomputeRegions
 from graphopt.report.progress import progress
@@ -60,9 +61,12 @@ class PassCompiler:
             MarkOverrides(self.overrides).run(body, Log())
         # without a plan, what the user's own checkpoints would recompute is recomputed
         trailing = (RecomputeRegions(),) if self.memory is None else ()
+        options = self.options
+        if self.memory is not None and options.fuse is True:
+            options = dataclasses.replace(options, fuse=ALWAYS)  # what is fused saves memory, too
         with progress("passes"):
             result = run_pipeline(
-                body, self.options, leading=(MaterializeAutocast(),), trailing=trailing
+                body, options, leading=(MaterializeAutocast(),), trailing=trailing
             )
         done, most = len(result.rewrites), self.options.max_rewrites
         if self.memory is None:
@@ -97,7 +101,7 @@ def optimize(
     *,
     precision: str | None = None,
     precision_overrides: Mapping[str, str | torch.dtype] | None = None,
-    fuse: bool = True,
+    fuse: bool | str = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     memory_budget: int | float | str | None = None,
     segments: int | None = None,
@@ -127,7 +131,10 @@ def optimize(
             otherwise: a glob of module paths ("encoder.*"), an op ("softmax"), or both
             ("encoder.*::softmax"). The last pattern that matches decides. Of no effect in a graph
             without a low precision.
-        fuse: whether chains of ops become fused kernels; False leaves the canonical graph.
+        fuse: whether chains of ops become fused kernels; False leaves the canonical graph. True
+            leaves a chain alone on a GPU where the launch of its kernel would take the host longer
+            than the device saves, as in models of small tensors (`.refusals` tells); "always" does
+            not, nor does True with a memory budget, since fused ops save memory, too.
         rules: "default"; names, globs and minus signs ("default,-rope", "layer_norm*"); or a
             list of these and of your own `Rule` objects.
         memory_budget: the most bytes of device memory that a training step may take at once, all

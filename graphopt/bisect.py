@@ -42,7 +42,7 @@ def bisect(
     predicate: Predicate | None = None,
     precision: str | None = None,
     precision_overrides: Mapping[str, str | torch.dtype] | None = None,
-    fuse: bool = True,
+    fuse: bool | str = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     backward: bool | None = None,
 ) -> BisectResult:

@@ -85,7 +85,7 @@ def fit(
     offload: bool | str | None = False,
     precision: str | None = None,
     precision_overrides: Mapping[str, str | torch.dtype] | None = None,
-    fuse: bool = True,
+    fuse: bool | str = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     resident_bytes: int | str = 0,

@@ -24,6 +24,7 @@ from graphopt.precision import LOW
 ON_ERROR = ("raise", "fallback")
 DYNAMIC = ("auto", True, False)
 PRECISION = (None, "auto", *LOW)
+FUSE = (True, False, "always")
 
 
 NOT_YET = frozenset(
@@ -257,8 +258,7 @@ def check_passes(
     Raises:
         OptionError: for a wrong type or an unknown rule.
     """
-    if not isinstance(fuse, bool):
-        raise OptionError(f"fuse is {fuse!r}", try_="True or False")
+    check_choice("fuse", fuse, FUSE)
     if max_rewrites is None and os.environ.get("GRAPHOPT_MAX_REWRITES"):
         text = os.environ["GRAPHOPT_MAX_REWRITES"]
         if not (text.isascii() and text.isdigit()):

@@ -17,6 +17,7 @@ from graphopt.graph.edit import Editor
 from graphopt.graph.pattern import Bindings, Matcher, Pattern
 from graphopt.graph.record import Refusal, RewriteRecord, site_of
 from graphopt.passes.base import Log, same_shape
+from graphopt.passes.payoff import Balance, balance_of
 from graphopt.passes.rule import Match, Rule, leaving_out
 from graphopt.passes.strides import COPY_OF, settle
 
@@ -29,11 +30,13 @@ class ApplyRules:
         family: name of the pass in records.
         rules: the rules to apply.
         rounds: how often all rules are tried again after one fired.
+        judged: leave rewrites out that would make a step slower, see `payoff`.
     """
 
     family: str
     rules: tuple[Rule, ...]
     rounds: int = 4
+    judged: bool = False
 
     @property
     def name(self) -> str:
@@ -53,6 +56,7 @@ class ApplyRules:
     def run(self, body: Body, log: Log) -> None:
         """Apply the rules."""
         tries = self.order()
+        balance = balance_of(body) if self.judged else None
         for _ in range(self.rounds):
             index: dict[Any, list[fx.Node]] = {}
             for node in body.graph.nodes:
@@ -66,7 +70,7 @@ class ApplyRules:
                         if not log.room:
                             return
                         if not node._erased and pattern.may_match(node):
-                            made = apply_rule(r, pattern, node, body, log, self.name)
+                            made = apply_rule(r, pattern, node, body, log, self.name, balance)
                             for new in made:
                                 index.setdefault(new.target, []).append(new)
             if len(log.rewrites) == before:
@@ -74,12 +78,19 @@ class ApplyRules:
 
 
 def apply_rule(
-    r: Rule, pattern: Pattern, root: fx.Node, body: Body, log: Log, pass_name: str
+    r: Rule,
+    pattern: Pattern,
+    root: fx.Node,
+    body: Body,
+    log: Log,
+    pass_name: str,
+    balance: Balance | None = None,
 ) -> list[fx.Node]:
     """Try one rule at one node; returns the nodes that it made.
 
     A match that fails late is kept in the log as a refusal when it bound more than half of the
-    pattern; a structure that matched wholly but was refused is always kept.
+    pattern; a structure that matched wholly but was refused is always kept, as is a rewrite that
+    does not pay.
 
     Raises:
         PassError: when the rule's own code raises.
@@ -113,7 +124,7 @@ def apply_rule(
             log.refuse(Refusal(r.name, str(miss), site, root.name, miss.matched, pattern.size))
         return []
     log.refusals.pop((r.name, root.name), None)
-    return _replace(found[-1], log, pass_name)
+    return _replace(found[-1], log, pass_name, balance)
 
 
 def _guarded(r: Rule, root: fx.Node, function: Callable[[Match], Any], m: Match) -> Any:
@@ -133,7 +144,7 @@ def _guarded(r: Rule, root: fx.Node, function: Callable[[Match], Any], m: Match)
         ) from error
 
 
-def _replace(m: Match, log: Log, pass_name: str) -> list[fx.Node]:
+def _replace(m: Match, log: Log, pass_name: str, balance: Balance | None) -> list[fx.Node]:
     r = m.rule
     assert r.replacement is not None, f"rule {r.name} has no replacement"
     inputs, old, site = m.inputs, m.nodes, site_of(m.root)
@@ -142,6 +153,11 @@ def _replace(m: Match, log: Log, pass_name: str) -> list[fx.Node]:
     result = _guarded(r, m.root, r.replacement, m)
     new = result if isinstance(result, tuple) else (result,)
     _check_results(m, new)
+    reason = balance.refuses(old, m.created) if balance is not None else None
+    if reason is not None:
+        Editor(m.body.graph, r.name).erase(m.created)
+        log.refuse(Refusal(r.name, reason, site, m.root.name, len(old), m.pattern.size))
+        return []
     for extra in (n for node in m.created for n in node.all_input_nodes):
         if extra not in inputs and extra not in m.created:
             inputs.append(extra)

@@ -26,6 +26,7 @@ from graphopt.passes.casts import PlaceCasts
 from graphopt.passes.clean import Clean
 from graphopt.passes.merge import NAME as MERGE
 from graphopt.passes.merge import MergeLinear
+from graphopt.passes.payoff import ALWAYS
 from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
 from graphopt.passes.strides import KeepOutputStrides
@@ -60,13 +61,14 @@ class PassOptions:
     """What a user may choose about the passes.
 
     Attributes:
-        fuse: whether op chains become fused kernels; False leaves cleaning and canonical forms.
+        fuse: whether op chains become fused kernels: True does where they pay (`payoff`), "always"
+            everywhere; False leaves cleaning and canonical forms.
         rules: "default"; or names, globs and minus signs ("default,-rope", "layer_norm*"); or a
             sequence of these and of `Rule` objects of the user's own.
         max_rewrites: stop after so many rewrites, to bisect a wrong number.
     """
 
-    fuse: bool = True
+    fuse: bool | str = True
     rules: str | Rule | Iterable[str | Rule] = "default"
     max_rewrites: int | None = None
 
@@ -228,7 +230,8 @@ def pipeline(options: PassOptions, leading: tuple[Pass, ...] = ()) -> tuple[Pass
     merged = (MergeLinear(),) if MERGE in chosen else ()
     wide = (WideGradients(),) if WIDE in chosen else ()
     cast = (*placed, *merged, CastWeights(), *wide)
-    return (*passes, ApplyRules("fusion", fusion), Clean(), *cast)
+    judged = options.fuse != ALWAYS
+    return (*passes, ApplyRules("fusion", fusion, judged=judged), Clean(), *cast)
 
 
 Watcher = Callable[[str, Body, Log], None]

@@ -182,7 +182,7 @@ def explain(
     *,
     precision: str | None = None,
     precision_overrides: Mapping[str, str | torch.dtype] | None = None,
-    fuse: bool = True,
+    fuse: bool | str = True,
     rules: str | Rule | Iterable[str | Rule] = "default",
     max_rewrites: int | None = None,
     memory_budget: int | float | str | None = None,

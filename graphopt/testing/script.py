@@ -138,8 +138,8 @@ class _Writer:
         options: Any = getattr(self.opt._compile_body, "options", None)
         given = []
         if options is not None:
-            if not options.fuse:
-                given.append("fuse=False")
+            if options.fuse is not True:
+                given.append(f"fuse={options.fuse!r}")
             rules = self._rules(options.rules)
             if rules != "'default'":
                 given.append(f"rules={rules}")

@@ -30,7 +30,7 @@ def optimized(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", graphopt.GraphoptWarning)
-        return graphopt.optimize(model, (), batch, **options)
+        return graphopt.optimize(model, (), batch, **{"fuse": "always", **options})
 
 
 def eager_step(

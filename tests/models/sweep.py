@@ -110,7 +110,7 @@ def sweep(architecture: Architecture, shapes: int = 2) -> Result:
 def _optimized(model: nn.Module) -> GraphoptModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", graphopt.GraphoptWarning)
-        return graphopt.optimize(model)
+        return graphopt.optimize(model, fuse="always")
 
 
 def _judge(
