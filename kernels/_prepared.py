@@ -172,18 +172,18 @@ class Launch:
                 places.append(place)
         device = self._device
         if low & 15 or self._devices() != device or self._watched():
-            self._launch(pointers)
+            self._by_triton(*pointers)
             return
         again(*self._start, self._streams(device), *self._head, *places, *self._tail)
 
-    def _launch(self, pointers: tuple[MaybeTensor, ...]) -> Any:
+    def _by_triton(self, *pointers: MaybeTensor) -> Any:
         """As Triton does it, which finds the kernel for these pointers or compiles it."""
         first = next(t for t in pointers if t is not None)
         with on_device(first):
             return self.kernel[self.grid](*pointers, *self.scalars, **self.constants)
 
     def _first(self, pointers: tuple[MaybeTensor, ...]) -> None:
-        compiled = self._launch(pointers)
+        compiled = self._by_triton(*pointers)
         aligned = all(t is None or t.data_ptr() % 16 == 0 for t in pointers)
         if not aligned or not hasattr(compiled, "packed_metadata"):  # the interpreter gives None
             return

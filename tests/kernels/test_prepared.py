@@ -62,18 +62,18 @@ silent_driver.Silent.recording = True
 wrong, count, fast = [], 0, 0
 for name, call in CALLS.items():
     for i, x in enumerate(inputs):
-        _prepared.Launch.__call__ = lambda self, *pointers: self._launch(pointers)
+        _prepared.Launch.__call__ = _prepared.Launch._by_triton
         expected = launched(call, x)
         _prepared.Launch.__call__ = again
         first, second = launched(call, x), launched(call, x)
         count += len(expected)
         if not expected == first == second:
             wrong.append((name, i, expected, first, second))
-launch_ = _prepared.Launch._launch
-def counted(self, pointers):
+by_triton = _prepared.Launch._by_triton
+def counted(self, *pointers):
     counted.calls += 1
-    return launch_(self, pointers)
-counted.calls, _prepared.Launch._launch = 0, counted
+    return by_triton(self, *pointers)
+counted.calls, _prepared.Launch._by_triton = 0, counted
 launched(CALLS["layer_norm"], inputs[0])
 aligned = counted.calls
 launched(CALLS["layer_norm"], inputs[1])
