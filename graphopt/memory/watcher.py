@@ -82,7 +82,9 @@ class Watcher:
         if func.namespace == "graphopt" and not launches(func, args):
             return  # plain torch: its operations came here one by one
         cost = dispatched_cost(func, args, kwargs, out)
-        dtype = next((t.dtype for t in storages_of(args) if t.is_floating_point()), None)
+        # products are of the narrowest: what they are added to (addmm) may be wider
+        floats = [t.dtype for t in storages_of(args) if t.is_floating_point()]
+        dtype = min(floats, key=lambda d: d.itemsize, default=None)
         mark.bytes += cost.bytes
         mark.flops += cost.flops
         mark.ms += self.rates.ms(cost, dtype)

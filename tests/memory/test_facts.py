@@ -1,5 +1,7 @@
 """Facts per node: what is saved, when it is made, read, asked for and freed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,9 @@ import graphopt
 from graphopt.capture.export import capture
 from graphopt.cost.roofline import Rates
 from graphopt.memory.facts import measure
+from graphopt.memory.labels import Label
 from graphopt.memory.oracle import predict
+from graphopt.memory.watcher import Watcher
 
 RATES = Rates("test", 1000.0, {"float32": 10.0}, 1.0)
 
@@ -119,3 +123,14 @@ def test_a_backward_that_lets_go_on_the_way_is_two_steps():
     asked = [s.unpacks for s in facts.steps if s.backward and s.node == "linear_wide"]
     assert asked[:2] == [("tanh", "mul"), ("mul",)]
     assert facts.values["mul"].unpacks[1] == facts.values["tanh"].unpacks[0] + 1
+
+
+def test_a_product_is_as_fast_as_its_operands_are_narrow():
+    """What it is added to may be wider: sums of weights' gradients in float32."""
+    rates = Rates("test", 1e6, {"float32": 1.0, "bfloat16": 10.0}, 0.0)
+    watcher = Watcher(rates)
+    tracker = SimpleNamespace(events=[])
+    watcher.recorder = SimpleNamespace(tracker=tracker, label=lambda: Label("node"))
+    total, a = torch.empty(64, 64), torch.empty(64, 64, dtype=torch.bfloat16)
+    watcher.dispatched(torch.ops.aten.addmm.default, (total, a, a), {}, total)
+    assert watcher.marks[0].ms == pytest.approx(2 * 64**3 / 1e10)

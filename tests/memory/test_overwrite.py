@@ -328,3 +328,25 @@ def test_the_replay_knows(pair) -> None:
     spared = [v for v in problem.timeline.values if v.spare]
     assert len(spared) == (2 if plain.packed else 4)
     assert all(v.spare == v.bytes for v in spared)
+
+
+@pytest.mark.gpu
+def test_a_real_step_takes_what_is_predicted() -> None:
+    torch.manual_seed(0)
+    model = Gated(width=1024).cuda()
+    values = torch.randn(16384, 1024, device="cuda")
+    found = []
+    for choose in (lambda names: [], lambda names: [n for n in names if "linear" in n], everything):
+        opt = dropping(model, choose, precision="bf16")
+        for _ in range(3):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            opt(values).square().sum().backward()
+            peak = torch.cuda.max_memory_allocated()
+        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+        said = predict(opt.body, loss_fn=lambda y: y.square().sum()).peak_bytes
+        assert abs(said / peak - 1) < 0.01
+        del opt
+    assert same(found[1], found[0])
+    assert same(found[2], found[0])
