@@ -6,9 +6,9 @@
 
 A block is LayerNorm, Linear to four times the width, GELU, Linear back, around a skip. Activation
 memory is the peak of a training step beyond what is there when it ends (weights, gradients, inputs,
-workspaces of cuBLAS). graphopt's budgets are set for a half, a fifth, a tenth and the least of its
-activations without a budget. Eager and `checkpoint_sequential` run under autocast if a precision
-is given.
+workspaces of cuBLAS). graphopt's budgets are set for a half, a fifth, a tenth and a fortieth of its
+activations without a budget, or the least that can be had. Eager and `checkpoint_sequential` run
+under autocast if a precision is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import Step, clean, smallest
+from memory import Step, clean
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -122,24 +122,24 @@ def compare(options: argparse.Namespace) -> list[str]:
     table = Table(inputs, device, options.steps)
     more: dict[str, Any] = {"precision": options.precision}
     model = Deep(blocks)
-    plain = table.add("graphopt", graphopt.optimize(model, None, inputs, **more))
+    opt = graphopt.optimize(model, None, inputs, memory_budget=1.0, **more)
+    plain, whole = table.add("graphopt", opt), opt.memory_plan.unplanned_peak_bytes
     table.add("eager", model, low)
-    for segments in (5, 10, 20, 50):
+    for segments in (n for n in (10, 20, 50) if n <= options.blocks):
         table.add(f"checkpoint_sequential, {segments} segments", Deep(blocks, segments), low)
-    least = smallest(model, inputs, more)
-    whole = graphopt.optimize(model, None, inputs, memory_budget=1.0, **more).memory_plan
-    for share in (2, 5, 10, 0):
-        saved = plain - plain // share if share else plain
-        budget = max(least, whole.unplanned_peak_bytes - saved)
-        opt = graphopt.optimize(model, None, inputs, memory_budget=budget, **more)
+    for share in options.shares.split(","):
+        budget = whole - plain + int(plain / float(share))
+        try:
+            opt = graphopt.optimize(model, None, inputs, memory_budget=budget, **more)
+        except graphopt.BudgetError as error:
+            opt = graphopt.optimize(model, None, inputs, memory_budget=error.lowest_bytes, **more)
         plan = opt.memory_plan
         extra = plan.extra_ms / plan.forward_ms
-        table.add(f"graphopt, {budget / MIB:.0f} MiB, +{100 * extra:.0f}% of a forward", opt)
+        table.add(f"graphopt, 1/{share}, +{100 * extra:.0f}% of a forward", opt)
         del opt
-    for segments in (10, 20):
-        opt = graphopt.optimize(model, None, inputs, segments=segments, **more)
-        table.add(f"graphopt, segments={segments}", opt)
-        del opt
+    if options.segments:
+        opt = graphopt.optimize(model, None, inputs, segments=options.segments, **more)
+        table.add(f"graphopt, segments={options.segments}", opt)
     return table.lines
 
 
@@ -151,6 +151,8 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--precision", default=None, choices=("bf16", "fp16"))
+    parser.add_argument("--shares", default="2,5,10,40", help="parts that budgets keep, as 1/n")
+    parser.add_argument("--segments", type=int, help="graphopt's own segments, as well")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
