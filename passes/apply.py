@@ -9,17 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.cost.ops import nodes_cost
 from graphopt.errors import GraphOptError, PassError
-from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.graph.edit import Editor
 from graphopt.graph.pattern import Bindings, Matcher, Pattern
-from graphopt.graph.record import Refusal, RewriteRecord, site_of
+from graphopt.graph.record import Refusal, site_of
 from graphopt.passes.base import Log, same_shape
 from graphopt.passes.payoff import Balance, balance_of
 from graphopt.passes.rule import Match, Rule, leaving_out
-from graphopt.passes.strides import COPY_OF, settle
+from graphopt.passes.strides import settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +146,6 @@ def _replace(m: Match, log: Log, pass_name: str, balance: Balance | None) -> lis
     r = m.rule
     assert r.replacement is not None, f"rule {r.name} has no replacement"
     inputs, old, site = m.inputs, m.nodes, site_of(m.root)
-    cost_before = nodes_cost(old).bytes
     m.open()
     result = _guarded(r, m.root, r.replacement, m)
     new = result if isinstance(result, tuple) else (result,)
@@ -161,31 +158,13 @@ def _replace(m: Match, log: Log, pass_name: str, balance: Balance | None) -> lis
     for extra in (n for node in m.created for n in node.all_input_nodes):
         if extra not in inputs and extra not in m.created:
             inputs.append(extra)
-    names = tuple(n.name for n in m.outputs)
-    record = RewriteRecord(
-        ordinal=len(log.rewrites),
-        pass_name=pass_name,
-        rule=r.name,
-        kind="local",
-        nodes=tuple(n.name for n in old),
-        inputs=tuple(n.meta.get(COPY_OF, n.name) for n in inputs),
-        outputs=names,
-        new_outputs=tuple(n.name for n in new),
-        site=site,
-        ops_before=tuple(ops.op_name(n.target) for n in old),
-        ops_after=tuple(ops.op_name(n.target) for n in m.created),
-        bytes_before=cost_before,
-        bytes_after=nodes_cost(m.created).bytes,
-        reference=lift(old, inputs, m.outputs),
-        replacement=lift(m.created, inputs, new),
-    )
+    log.add_local(pass_name, r.name, old, inputs, m.outputs, m.created, new, site=site)
     editor = Editor(m.body.graph, r.name)
     for before, after in zip(m.outputs, new, strict=True):
         if before is not after:
             editor.replace_uses(before, after)
             settle(after, before, Editor(m.body.graph), made=after in m.created)
     editor.erase(old)
-    log.rewrites.append(record)
     return [n for n in m.created if not n._erased]
 
 
@@ -218,16 +197,3 @@ def _check_results(m: Match, new: tuple[Any, ...]) -> None:
                 at=str(site_of(before)),
                 try_=leaving_out(m.rule.name),
             )
-
-
-def lift(nodes: list[fx.Node], inputs: list[fx.Node], outputs: tuple[fx.Node, ...]) -> fx.Graph:
-    """Some nodes as a graph of their own: placeholders for the inputs, a tuple of outputs."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    for node in nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[n] for n in outputs))
-    return graph

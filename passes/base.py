@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 
 from graphopt.cost.ops import nodes_cost
 from graphopt.graph.body import Body, copy_graph
+from graphopt.graph.ops import op_name
 from graphopt.graph.record import Refusal, RewriteRecord, Site
 
 
@@ -41,6 +42,52 @@ class Log:
         if known is None or known.matched <= refusal.matched:
             self.refusals[key] = refusal
 
+    def add_local(
+        self,
+        pass_name: str,
+        rule: str,
+        old: Sequence[fx.Node],
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        created: Sequence[fx.Node],
+        new: Sequence[fx.Node],
+        *,
+        site: Site,
+        shown: Iterable[fx.Node] | None = None,
+    ) -> None:
+        """Record a rewrite of some nodes, with both subgraphs; old and new nodes are in the graph.
+
+        Args:
+            pass_name: the pass that does it.
+            rule: the rule's name.
+            old: the nodes that are replaced, in order.
+            inputs: the values that they and the new nodes read, parameters included.
+            outputs: those of the old nodes that others read.
+            created: the new nodes, in order.
+            new: those of them (or of the inputs) that take the place of `outputs`.
+            site: where the replaced nodes came from.
+            shown: the new nodes whose ops are named; by default all.
+        """
+        self.rewrites.append(
+            RewriteRecord(
+                ordinal=len(self.rewrites),
+                pass_name=pass_name,
+                rule=rule,
+                kind="local",
+                nodes=tuple(n.name for n in old),
+                inputs=tuple(n.meta.get(COPY_OF, n.name) for n in inputs),
+                outputs=tuple(n.name for n in outputs),
+                new_outputs=tuple(n.name for n in new),
+                site=site,
+                ops_before=tuple(op_name(n.target) for n in old),
+                ops_after=tuple(op_name(n.target) for n in (created if shown is None else shown)),
+                bytes_before=nodes_cost(old).bytes,
+                bytes_after=nodes_cost(created).bytes,
+                reference=lift(old, inputs, outputs),
+                replacement=lift(created, inputs, new),
+            )
+        )
+
     def add_global(self, name: str, before: fx.Graph, body: Body, dropped: Iterable[str]) -> None:
         """Record a rewrite of the whole graph."""
         inputs = tuple(n.name for n in before.nodes if n.op in ("placeholder", "get_attr"))
@@ -63,6 +110,25 @@ class Log:
                 replacement=copy_graph(body.graph),
             )
         )
+
+
+COPY_OF = "graphopt_copy_of"
+"""On a copy that no record tells of: the name of the value that it copies, for later records."""
+
+
+def lift(
+    nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> fx.Graph:
+    """Some nodes as a graph of their own: placeholders for the inputs, a tuple of outputs."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[n] for n in outputs))
+    return graph
 
 
 LOW = (torch.float16, torch.bfloat16)

@@ -23,13 +23,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.cost.ops import nodes_cost
 from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.graph.edit import MARKS, Editor
 from graphopt.graph.facts import Facts
-from graphopt.graph.record import Refusal, RewriteRecord, site_of
-from graphopt.passes.apply import lift
+from graphopt.graph.record import Refusal, site_of
 from graphopt.passes.base import LOW, Log
 from graphopt.passes.readers import kept_by_readers
 from graphopt.passes.rotary import Rotary, rotary_of
@@ -359,27 +357,9 @@ def _record(
     old = sorted({*(c for m in group for c in m.casts), *nodes})
     inside = set(old)
     inputs = sorted({s for n in (*old, *created) for s in n.all_input_nodes} - inside - {*created})
-    log.rewrites.append(
-        RewriteRecord(
-            ordinal=len(log.rewrites),
-            pass_name=NAME,
-            rule=NAME,
-            kind="local",
-            nodes=tuple(n.name for n in old),
-            inputs=tuple(n.name for n in inputs),
-            outputs=tuple(n.name for n in outputs),
-            new_outputs=tuple(n.name for n in new),
-            site=site_of(outputs[0]),
-            ops_before=tuple(ops.op_name(n.target) for n in old),
-            ops_after=tuple(
-                ops.op_name(n.target) for n in created if n.target is not operator.getitem
-            ),
-            bytes_before=nodes_cost(old).bytes,
-            bytes_after=nodes_cost(created).bytes,
-            reference=lift(old, inputs, tuple(outputs)),
-            replacement=lift(created, inputs, tuple(new)),
-        )
-    )
+    shown = [n for n in created if n.target is not operator.getitem]
+    site = site_of(outputs[0])
+    log.add_local(NAME, NAME, old, inputs, outputs, created, new, site=site, shown=shown)
     editor = Editor(body.graph, NAME)
     for before, after in zip(outputs, new, strict=True):
         editor.replace_uses(before, after)

@@ -20,11 +20,9 @@ from graphopt.graph import ops
 from graphopt.graph.body import Body, copy_graph
 from graphopt.graph.edit import Editor, fake_value
 from graphopt.graph.facts import concrete, tensors_of
-from graphopt.passes.base import Log, surely
+from graphopt.passes.base import COPY_OF, Log, surely
 
 aten = torch.ops.aten
-COPY_OF = "graphopt_copy_of"
-"""On a copy that no record tells of: the name of the value that it copies, for later records."""
 EAGER = "graphopt_eager_layout"
 """On a value that lies otherwise than in eager: a fake tensor that lies as eager's does."""
 

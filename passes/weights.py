@@ -9,12 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx, nn
 
-from graphopt.cost.ops import nodes_cost
 from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.graph.edit import Editor
-from graphopt.graph.record import Refusal, RewriteRecord, site_of
-from graphopt.passes.apply import lift
+from graphopt.graph.record import Refusal, site_of
 from graphopt.passes.base import LOW, Log
 
 aten = torch.ops.aten
@@ -146,24 +144,8 @@ def _merge(casts: list[fx.Node], body: Body, log: Log, name: str) -> None:
     old = sorted(set(_distinct(n for c in casts for n in (c, _maker(c)))))
     sources = list(_distinct(s for stack in stacks for s in stack))
     created = [merged, *items]
-    log.rewrites.append(
-        RewriteRecord(
-            ordinal=len(log.rewrites),
-            pass_name=name,
-            rule=name,
-            kind="local",
-            nodes=tuple(n.name for n in old),
-            inputs=tuple(s.name for s in sources),
-            outputs=tuple(c.name for c in casts),
-            new_outputs=tuple(n.name for n in new),
-            site=site_of(first),
-            ops_before=tuple(ops.op_name(n.target) for n in old),
-            ops_after=(ops.op_name(merged.target),),
-            bytes_before=nodes_cost(old).bytes,
-            bytes_after=nodes_cost(created).bytes,
-            reference=lift(old, sources, tuple(casts)),
-            replacement=lift(created, sources, tuple(new)),
-        )
+    log.add_local(
+        name, name, old, sources, casts, created, new, site=site_of(first), shown=[merged]
     )
     for cast, item in zip(casts, new, strict=True):
         editor.inherit(item, cast)
