@@ -249,7 +249,7 @@ def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args)
     parts = _chunks(rows, weight, chunk_bytes)
     found = ready.take()
     if found is not None and found.serves(needs):
-        found.scale(grads[0], parts)
+        found.scale(grads[0])
         return found.of(needs, x.shape)
     found = _Gradients(rows, parameters, len(parts), needs)
     grad = grads[0].reshape(-1) if options[0] == NONE else grads[0]
@@ -309,15 +309,15 @@ class _Gradients:
         if self.bias is not None:
             self.bias.add(slope.sum(0, dtype=arithmetic(slope)))
 
-    def scale(self, grad: torch.Tensor, parts: list[tuple[int, int]]) -> None:
-        """Multiply all by the loss's gradient, in place and in float32 at least."""
-        if self.x is not None:
-            for a, b in parts:
-                part = self.x[a:b]
-                part.copy_(part.to(arithmetic(part)).mul_(grad))
-        for sum_ in (self.weight, self.bias):
-            if sum_ is not None and sum_.total is not None:
-                sum_.total.mul_(grad)
+    def scale(self, grad: torch.Tensor) -> None:
+        """Multiply all by the loss's gradient, in place."""
+        # a factor of one dimension takes part in the choice of the dtype that is computed in
+        factor = grad.reshape(1)
+        sums = [s.total for s in (self.weight, self.bias) if s is not None]
+        for tensor in (self.x, *sums):
+            if tensor is not None:
+                flat = tensor.view(-1)
+                torch.mul(flat, factor, out=flat)
 
     def of(self, needs: tuple[bool, ...], shape: torch.Size) -> Args:
         """One gradient or None for each argument of the operator."""
