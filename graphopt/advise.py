@@ -24,7 +24,7 @@ from graphopt.memory.problem import CurvePoint
 from graphopt.options import check_choice, check_fit, check_inputs, check_model, names_checked
 from graphopt.passes import PassOptions, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
-from graphopt.precision import has_bf16, lowered
+from graphopt.precision import has_bf16, lowered, own_low
 from graphopt.report.progress import progress
 from graphopt.report.table import Table, percent, size
 from graphopt.report.view import Part, html_fragment, plain
@@ -251,7 +251,8 @@ class _Adviser:
         self.loss_fn, self.resident = loss_fn, resident_bytes
         tensor = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
         self.device, self.on_gpu = tensor.device, tensor.is_cuda
-        self.low = model_is_low(model)
+        part, self.low = own_low(model)
+        self.precision = part or ("bf16" if has_bf16(self.device.type) else "fp16")
         if memory is None and self.on_gpu:
             memory = torch.cuda.get_device_properties(self.device).total_memory
         self.memory = memory
@@ -312,7 +313,7 @@ class _Adviser:
             left_out.append(("precision", "the model is in low precision already"))
         else:
             why = "products in low precision, casts written into the graph"
-            steps["precision"] = ({"precision": self._precision()}, why)
+            steps["precision"] = ({"precision": self.precision}, why)
         current = first
         while steps:
             tried = {}
@@ -337,9 +338,6 @@ class _Adviser:
                 )
             )
         return current
-
-    def _precision(self) -> str:
-        return "bf16" if has_bf16(self.device.type) else "fp16"
 
     def _peak(self, body: Body) -> int:
         return predict(body, **self._circumstances(body)).peak_bytes
@@ -412,17 +410,6 @@ def _room(memory: int | str | None) -> int | None:
     if asked is not None and asked.size is None:
         raise OptionError(f"memory is {memory!r}", try_="a number of bytes, or '40GiB'")
     return None if asked is None else asked.size
-
-
-def model_is_low(model: nn.Module) -> bool:
-    """Whether the parameters of a model are in bf16 or fp16.
-
-    Example:
-        >>> model_is_low(nn.Linear(2, 2).half())
-        True
-    """
-    floating = [p for p in model.parameters() if p.is_floating_point()]
-    return bool(floating) and all(p.dtype in (torch.bfloat16, torch.float16) for p in floating)
 
 
 def _written(options: dict[str, Any]) -> dict[str, Any]:

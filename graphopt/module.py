@@ -20,7 +20,7 @@ from graphopt.capture.store import GraphStore, Recapture, Settings
 from graphopt.errors import CaptureError, GraphOptError, OptionError
 from graphopt.graph import ops
 from graphopt.graph.body import Body
-from graphopt.precision import PrecisionPlan, lowered, plan_of
+from graphopt.precision import Lowering, PrecisionPlan, lowered, lowering, plan_of
 
 __all__ = ["Compiled", "GraphoptModule", "Recapture", "Settings"]
 
@@ -130,10 +130,34 @@ class GraphoptModule(fx.GraphModule):
         precision = self._settings.precision
         if precision is None:
             return self._called(args, kwargs)
-        with lowered(self.source, precision):
-            return self._called(args, kwargs)
+        if precision != "auto":
+            with lowered(self.source, precision):
+                return self._called(args, kwargs)
+        known = self._store.chosen
+        state = None if known is None else known[0].state()
+        if known is not None and state is not None:
+            with known[1].context():
+                return self._called(args, kwargs, (known[0], state))
+        chosen = lowering(self.source, precision)
+        with chosen.context():
+            return self._called(args, kwargs, chosen=chosen)
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        checked: tuple[Entry, list[torch.Tensor]] | None = None,
+        chosen: Lowering | None = None,
+    ) -> Any:
+        """Run the graph of a call.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            checked: a graph whose state was checked just now, and that state.
+            chosen: what "auto" means for the state as it is; kept beside the graph, whose guard
+                compares the dtypes and sizes that decide it.
+        """
         store = self._store
         if transformed():
             return store.unoptimized("torch.func or forward-mode differentiation").call(
@@ -147,11 +171,17 @@ class GraphoptModule(fx.GraphModule):
             return store.fallback(error).call([], leaves, args, kwargs)
         key = GraphKey(self.source.training, ambient(), structure, facts, same_objects(leaves))
         entry = store.exact.get(key)
-        state = entry.state() if entry is not None else None
+        if checked is not None and entry is checked[0]:
+            state: Any = checked[1]
+        else:
+            state = entry.state() if entry is not None else None
         while entry is None or state is None:  # again where another thread changes the state
             entry = store.find(key, args, kwargs)
             state = entry.state()
-        store.last = entry if isinstance(entry, Entry) else store.last
+        if isinstance(entry, Entry):
+            store.last = entry
+            if chosen is not None:
+                store.chosen = entry, chosen
         return entry.call(state, leaves, args, kwargs)
 
     def capture(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Entry | None:

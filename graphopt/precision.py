@@ -32,6 +32,41 @@ LOW: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DEVICES = ("cpu", "cuda")
 
 
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """The autocast that a precision means for a model as it is now.
+
+    Attributes:
+        device: kind of device.
+        dtype: None where the model runs as it is.
+    """
+
+    device: str
+    dtype: torch.dtype | None
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The autocast; nothing where there is none, or one is on already."""
+        if self.dtype is None or any(map(torch.is_autocast_enabled, _DEVICES)):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.dtype)
+
+
+def lowering(model: nn.Module, precision: str) -> Lowering:
+    """What a precision means for a model.
+
+    Args:
+        model: the source.
+        precision: "bf16", "fp16" or "auto".
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    first = next((t for t in tensors if t.is_floating_point()), None)
+    kind = "cpu" if first is None else first.device.type
+    if precision != "auto":
+        return Lowering(kind, LOW[precision])
+    part, most = own_low(model)
+    return Lowering(kind, None if most else LOW[part or _resolved(kind)])
+
+
 def lowered(model: nn.Module, precision: str | None) -> AbstractContextManager[Any]:
     """The autocast in which a model of this precision is captured and called.
 
@@ -45,27 +80,26 @@ def lowered(model: nn.Module, precision: str | None) -> AbstractContextManager[A
     """
     if precision is None or any(map(torch.is_autocast_enabled, _DEVICES)):
         return contextlib.nullcontext()
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    first = next((t for t in tensors if t.is_floating_point()), None)
-    kind = "cpu" if first is None else first.device.type
-    dtype = _own_choice(model, kind) if precision == "auto" else LOW[precision]
-    return contextlib.nullcontext() if dtype is None else torch.autocast(kind, dtype)
+    return lowering(model, precision).context()
 
 
-def _own_choice(model: nn.Module, kind: str) -> torch.dtype | None:
-    """The low precision that "auto" means for a model on a device; None for none.
+def own_low(model: nn.Module) -> tuple[str | None, bool]:
+    """The low precision that a part of a model is in, and whether the model is to stay as it is.
 
-    A model most of which is in low precision stays as it is; one with a part in low precision
-    gets that for the rest, so that no part is converted.
+    It stays where most of its state is in low precision, or parts are in several; else one with a
+    part in low precision gets that for the rest, so that no part is converted.
+
+    Example:
+        >>> own_low(nn.Linear(2, 2)), own_low(nn.Linear(2, 2).half())
+        ((None, False), ('fp16', True))
     """
     sizes: collections.Counter[torch.dtype] = collections.Counter()
     for t in itertools.chain(model.parameters(), model.buffers()):
         if t.is_floating_point():
             sizes[t.dtype] += t.numel()
-    low = [dtype for dtype in LOW.values() if sizes[dtype]]
-    if len(low) > 1 or 2 * sum(sizes[d] for d in low) > sizes.total():
-        return None
-    return low[0] if low else LOW[_resolved(kind)]
+    low = [name for name, dtype in LOW.items() if sizes[dtype]]
+    most = len(low) > 1 or 2 * sum(sizes[LOW[name]] for name in low) > sizes.total()
+    return (low[0] if low else None), most
 
 
 def has_bf16(kind: str) -> bool:

@@ -108,6 +108,8 @@ class GraphStore:
         self.exact: dict[GraphKey, Entry | Eager] = {}
         self.recaptures: list[Recapture] = []
         self.last: Entry | None = None
+        self.chosen: tuple[Entry, Any] | None = None
+        """A graph, and what `precision="auto"` means for the state that its guard compares."""
         self.failed: CaptureError | None = None
         self._families: dict[tuple[Any, ...], _Family] = {}
         self._latest: GraphKey | None = None
