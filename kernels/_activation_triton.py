@@ -122,12 +122,15 @@ def prepare_backward(
     activation: str,
     sum_dtype: torch.dtype | None,
     cap: float | None = None,
+    *,
+    over: bool = False,
 ) -> Run:
     """A function of (dy, x, bias): dx in x's dtype and the bias gradient in sum_dtype.
 
-    The latter has no element if sum_dtype is None.
+    The latter has no element if sum_dtype is None. With ``over``, x is contiguous and dx is
+    written over it: each program reads its part of x before it writes the same part of dx.
     """
-    make_dx = maker(x, x.shape, x.dtype)
+    make_dx = (lambda x: x) if over else maker(x, x.shape, x.dtype)
     width = None if sum_dtype is None else (x.shape[-1],)
     make_dbias = maker(x, width, sum_dtype or x.dtype)
     if x.numel() == 0:

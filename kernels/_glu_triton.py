@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphopt.kernels._launch import row_view
 from graphopt.kernels._pointwise import BACKWARD_TILE, FORWARD_TILE, HALF, lay_out, tile
 from graphopt.kernels._prepared import Launch, Run, maker, on_rows
 from graphopt.kernels._tl_activations import activate, activate_grad
@@ -128,6 +129,27 @@ def prepare_backward_packed(
         return grad
 
     return run
+
+
+def prepare_backward_out(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+    activation: str,
+) -> Run:
+    """A function of (dy, gate, up, dgate, dup), which writes the last two.
+
+    They may lie where gate and up do: each program reads its part of those before it writes the
+    same part of the gradients, and no program reads what another writes. The rows of both lie at
+    one stride.
+    """
+    if gate.numel() == 0:
+        return lambda *_: None
+    flat = dgate.is_contiguous() and dup.is_contiguous()
+    launch = _backward_launch(row_view(dgate).stride, dy, gate, up, activation, flat=flat)
+    return on_rows(lambda *tensors: launch(*tensors), (dy, gate, up), ())
 
 
 def _halves(packed: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tensor]:

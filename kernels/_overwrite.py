@@ -1,7 +1,7 @@
 """Operands that a backward may write over, since nobody will see them again.
 
-The gradient of a gated unit is as large as its operand, and both are there at once: often the
-highest moment of a step. Where the operand was computed again for this one use
+The gradient of an activation or a gated unit is as large as its operand, and both are there at
+once: often the highest moment of a step. Where the operand was computed again for this one use
 (`graphopt.remat`), its memory can take the gradient.
 
 Three things make that safe. The runtime *lends* the tensor: it computed it and has let go of it; a
@@ -43,7 +43,7 @@ class Overwriting:
     backward: torch._ops.OpOverload
     operands: tuple[int, ...]
     saved: tuple[int, ...]
-    over: Callable[..., None]
+    over: Callable[..., Any]
 
 
 _BY_FORWARD: dict[Any, Overwriting] = {}

@@ -2,6 +2,7 @@
 
 Forward reads x (and bias) and writes y: one pass. Saved: x and bias; backward recomputes the
 derivative, reads dy and x, writes dx, and sums dx's columns for the bias gradient in the same pass.
+Where x was computed again for the backward alone, dx is written over it (see _overwrite.py).
 With ``bias_added``, x holds the bias already: forward adds nothing, backward sums as ever. That is
 for a bias that a matrix product adds before it rounds; the product takes it detached.
 Arithmetic in float32 (float64 if an input is), one rounding at the store; sums in a fixed order.
@@ -20,6 +21,7 @@ from graphopt.errors import OptionError
 from graphopt.kernels import _activations
 from graphopt.kernels._library import Gradient, define, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
+from graphopt.kernels._overwrite import Overwriting, may_overwrite, overwrites
 from graphopt.kernels._pointwise import (
     arithmetic,
     check_bias,
@@ -180,6 +182,50 @@ _BIAS_ACT_BACKWARD = define(
 )
 
 
+def _bias_act_over_reference(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    sum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Write dx over x; the bias gradient."""
+    dx, dbias = _bias_act_backward_reference(grad, x, bias, activation, sum_dtype)
+    x.copy_(dx)
+    return dbias
+
+
+def _bias_act_over_launch(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    sum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    dbias: torch.Tensor = _LAUNCH_OVER((grad, x, bias), (activation, sum_dtype))
+    return dbias
+
+
+def _prepare_over(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    if not kernel_serves(*tensors) or options[1] == torch.float64:
+        return lambda *given: _bias_act_over_reference(*given, *options)
+    from graphopt.kernels import _activation_triton as triton_path
+
+    run = triton_path.prepare_backward(*tensors, *options, over=True)
+    return lambda *given: run(*given)[1]
+
+
+_LAUNCH_OVER = Prepared(_prepare_over)
+
+_BIAS_ACT_OVER = define(
+    "bias_act_backward_(Tensor grad, Tensor(a!) x, Tensor? bias, str activation,"
+    " ScalarType? sum_dtype=None) -> Tensor",
+    launch=_bias_act_over_launch,
+    reference=_bias_act_over_reference,
+    fake=lambda *args, **kwargs: _bias_act_backward_fake(*args, **kwargs)[1],
+)
+
+
 def _bias_act_forward_grad(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -196,9 +242,12 @@ def _bias_act_backward_grad(
     saved: tuple[Any, ...], kept: tuple[Any, ...], needs: tuple[bool, ...], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     activation, dtype = kept
-    dx, dbias = invoke(
-        _BIAS_ACT_BACKWARD, grads[0], *saved, activation, dtype if needs[1] else None
-    )
+    options = activation, dtype if needs[1] else None
+    if needs[0] and may_overwrite(saved, 0, grads[0]):
+        dx = saved[0].detach()
+        dbias = invoke(_BIAS_ACT_OVER, grads[0], dx, saved[1], *options)
+    else:
+        dx, dbias = invoke(_BIAS_ACT_BACKWARD, grads[0], *saved, *options)
     return dx if needs[0] else None, dbias if needs[1] else None, None, None, None
 
 
@@ -209,6 +258,11 @@ _BIAS_ACT = define(
     reference=bias_act_reference,
     fake=_bias_act_fake,
     gradient=Gradient(_bias_act_forward_grad, _bias_act_backward_grad),
+)
+
+overwrites(
+    _BIAS_ACT,
+    Overwriting(backward=_BIAS_ACT_BACKWARD, operands=(0,), saved=(1,), over=_BIAS_ACT_OVER),
 )
 
 # Transcendental functions and the arithmetic around them, counted as one each.

@@ -172,15 +172,21 @@ def _backward_out_launch(
     dgate: torch.Tensor,
     dup: torch.Tensor,
 ) -> None:
-    if not kernel_serves(grad, gate, up):
-        _backward_out_reference(grad, gate, up, activation, dgate, dup)
-        return
-    from graphopt.kernels import _glu_out_triton as triton_path
-
-    triton_path.backward_out(grad, gate, up, activation, dgate, dup)
+    _LAUNCH_BACKWARD_OUT((grad, gate, up, dgate, dup), (activation,))
 
 
-# dgate may be gate and dup up; both rows of both lie at one stride.
+def _prepare_backward_out(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Run:
+    if not kernel_serves(*tensors):
+        return lambda *given: _backward_out_reference(*given[:3], *options, *given[3:])
+    from graphopt.kernels import _glu_triton as triton_path
+
+    return triton_path.prepare_backward_out(*tensors, *options)
+
+
+_LAUNCH_BACKWARD_OUT = Prepared(_prepare_backward_out)
+
+
+# dgate may be gate and dup may be up; the rows of both results lie at one stride.
 _BACKWARD_OUT = define(
     "glu_backward_out(Tensor grad, Tensor gate, Tensor up, str activation,"
     " Tensor(a!) dgate, Tensor(b!) dup) -> ()",

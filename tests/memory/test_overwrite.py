@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from graphopt.bench.trace import peak_allocated, record
 from graphopt.graph.text import python_code
-from graphopt.kernels import glu
+from graphopt.kernels import activation, glu
 from graphopt.memory.facts import measure
 from graphopt.memory.oracle import predict
 from graphopt.memory.problem import Problem
@@ -23,28 +24,37 @@ from graphopt.remat import is_marker
 
 
 class Gated(nn.Module):
-    """Two gated units; the gate and the other factor by one product, or by two."""
+    """Two gated units, the gate and the other factor by one product, or by two; or activations."""
 
-    def __init__(self, packed: bool = True, width: int = 8) -> None:
+    def __init__(self, kind: str = "packed", width: int = 8) -> None:
         super().__init__()
-        self.packed = packed
+        self.kind = kind
+        inside = width if kind == "packed" else 2 * width
         self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(2))
         self.gate = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(width if packed else 2 * width, width) for _ in "ab")
+        self.down = nn.ModuleList(nn.Linear(inside, width) for _ in range(2))
+
+    @property
+    def operands(self) -> int:
+        """How many values gradients may be written over."""
+        return 4 if self.kind == "apart" else 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, gate, down in zip(self.up, self.gate, self.down, strict=True):
-            a, b = up(x).chunk(2, -1) if self.packed else (gate(x), up(x))
+            if self.kind == "activation":
+                x = x + down(F.gelu(up(x)))
+                continue
+            a, b = up(x).chunk(2, -1) if self.kind == "packed" else (gate(x), up(x))
             x = x + down(F.silu(a) * b)
         return x
 
 
 @functools.cache
-def _pair(packed: bool):
-    return twins(lambda: Gated(packed), everything)
+def _pair(kind: str):
+    return twins(lambda: Gated(kind), everything)
 
 
-@pytest.fixture(params=[True, False], ids=["packed", "apart"])
+@pytest.fixture(params=["packed", "apart", "activation"])
 def pair(request):
     """A module that drops nothing and one that drops all it may, captured; no gradients yet."""
     for module in _pair(request.param):
@@ -61,9 +71,12 @@ def written(monkeypatch) -> list[torch.Tensor]:
     def seen(overload, *args, **kwargs):
         if overload is glu._BACKWARD_OUT:
             found.append(args[4])
+        if overload is activation._BIAS_ACT_OVER:
+            found.append(args[1])
         return invoke(overload, *args, **kwargs)
 
-    monkeypatch.setattr(glu, "invoke", seen)
+    for family in (glu, activation):
+        monkeypatch.setattr(family, "invoke", seen)
     return found
 
 
@@ -91,11 +104,9 @@ def test_the_graph_says_so(pair) -> None:
     grads(opt)
     markers = [n for n in opt.body.graph.nodes if is_marker(n)]
     over = [n for n in markers if n.kwargs.get("overwrite")]
-    assert {u.target._opname for n in over for u in n.args[0].users if not is_marker(u)} <= {
-        "glu",
-        "glu_packed",
-    }
-    assert len(over) == (2 if plain.packed else 4)
+    readers = {u.target._opname for n in over for u in n.args[0].users if not is_marker(u)}
+    assert readers <= {"glu", "glu_packed", "bias_act"}
+    assert len(over) == plain.operands
     assert python_code(opt.body).count("its gradient written over it") == len(over)
 
 
@@ -155,7 +166,7 @@ def test_who_looks_at_what_is_saved_keeps_it(pair, written, when) -> None:
     copies: list[torch.Tensor] = []
 
     def look(*_) -> None:
-        held.extend(node.saved_tensors)
+        held.extend(t for t in node.saved_tensors if t is not None)
         copies.extend(t.clone() for t in held)
 
     if when == "before":
@@ -326,14 +337,34 @@ def test_the_replay_knows(pair) -> None:
     found = predict(dropped(body.copy(), droppable(body)), **options)
     assert simulate(problem.timeline, every).peak == found.peak_bytes
     spared = [v for v in problem.timeline.values if v.spare]
-    assert len(spared) == (2 if plain.packed else 4)
+    assert len(spared) == plain.operands
     assert all(v.spare == v.bytes for v in spared)
 
 
+@pytest.mark.parametrize("kind", ["packed", "apart", "activation"])
+def test_a_real_step_on_the_cpu_takes_what_is_predicted_to_the_byte(kind, written) -> None:
+    opt = dropping(Gated(kind, 32))
+    values = torch.randn(64, 32)
+
+    def run() -> None:
+        opt(values).square().sum().backward()
+
+    for _ in range(2):
+        run()
+        opt.zero_grad()
+    written.clear()
+    measured = peak_allocated(record(run, cuda=False, memory=True))
+    assert len(written) == 2
+    state = sum(t.nbytes for t in (*opt.parameters(), values))
+    said = predict(opt.body, loss_fn=lambda y: y.square().sum())
+    assert said.peak_bytes == state + measured
+
+
 @pytest.mark.gpu
-def test_a_real_step_takes_what_is_predicted() -> None:
+@pytest.mark.parametrize("kind", ["packed", "apart", "activation"])
+def test_a_real_step_on_a_gpu_takes_what_is_predicted(kind, written) -> None:
     torch.manual_seed(0)
-    model = Gated(width=1024).cuda()
+    model = Gated(kind, 1024).cuda()
     values = torch.randn(16384, 1024, device="cuda")
     found = []
     for choose in (lambda names: [], lambda names: [n for n in names if "linear" in n], everything):
@@ -348,5 +379,6 @@ def test_a_real_step_takes_what_is_predicted() -> None:
         said = predict(opt.body, loss_fn=lambda y: y.square().sum()).peak_bytes
         assert abs(said / peak - 1) < 0.01
         del opt
+    assert written
     assert same(found[1], found[0])
     assert same(found[2], found[0])
