@@ -280,8 +280,7 @@ def _shortest(
     """What `direct` runs of an operator with a `Gradient`."""
     tensors, _ = _places(overload)
     below = _by_position(_DIRECT[overload], overload)
-    # Past the Python of `Function.apply`, which looks for functorch; `watched` has done that.
-    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply = _bare_apply(function)  # `watched` has looked for functorch
 
     def shortest(*values: Any) -> Any:
         if torch.is_grad_enabled():
@@ -292,6 +291,28 @@ def _shortest(
         return below(*values)
 
     return shortest
+
+
+def _bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`Function.apply` without its Python, which looks for functorch."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, in half its host time where functorch has no part in it.
+
+    Example:
+        >>> applied(_Once)("an op", 1, torch.ones(2))
+        (tensor([1., 1.]),)
+    """
+    bare = _bare_apply(function)
+
+    def call(*values: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*values)
+        return bare(*values)
+
+    return call
 
 
 def _autograd(

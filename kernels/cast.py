@@ -15,6 +15,8 @@ stack is cut into theirs as it is widened.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,17 +48,42 @@ def side_by_side(
         >>> [t.shape for t in (*parts, *whole)]
         [torch.Size([2, 3]), torch.Size([4, 3]), torch.Size([6, 3])]
     """
-    step = max(1, ALIGNMENT // dtype.itemsize)
-    groups = list(_groups(like, stacks))
-    sizes = [-(-sum(t.numel() for t in group) // step) * step for group in groups]
-    flat = torch.empty(sum(sizes), dtype=dtype, device=like[0].device)
+    shapes = tuple([t.shape for t in like])  # a list: a generator costs more
+    size, places = _places(shapes, max(1, ALIGNMENT // dtype.itemsize), tuple(stacks))
+    flat = torch.empty(size, dtype=dtype, device=like[0].device)
     parts: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
-    for room, group in zip(flat.split(sizes), groups, strict=True):
-        stack = room[: sum(t.numel() for t in group)].view(_stacked_shape(group))
-        whole.append(stack)
-        parts += [stack] if len(group) == 1 else stack.split([t.shape[0] for t in group])
+    for place, inside in places:
+        whole.append(flat.as_strided(*place))
+        parts += [flat.as_strided(*p) for p in inside] if inside else whole[-1:]
     return parts, whole
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a tensor in a buffer."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(
+    shapes: tuple[torch.Size, ...], step: int, stacks: tuple[int, ...]
+) -> tuple[int, tuple[tuple[Place, tuple[Place, ...]], ...]]:
+    """Elements of the buffer, and where each stack lies in it, with its parts if it has several."""
+    at, places = 0, []
+    for group in _groups(shapes, stacks):
+        strides = _contiguous(group[0])
+        inside, first = [], at
+        for shape in group:
+            inside.append((tuple(shape), strides, first))
+            first += math.prod(shape)
+        stack = (_stacked_shape(group), strides, at)
+        places.append((stack, tuple(inside) if len(group) > 1 else ()))
+        at += -(-(first - at) // step) * step
+    return at, tuple(places)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _groups(items: Sequence[Any], stacks: Sequence[int]) -> Iterator[Sequence[Any]]:
@@ -69,17 +96,17 @@ def _groups(items: Sequence[Any], stacks: Sequence[int]) -> Iterator[Sequence[An
         at += count
 
 
-def _stacked_shape(group: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The shape of some tensors one below the other."""
-    first = group[0].shape
+def _stacked_shape(group: Sequence[torch.Size]) -> tuple[int, ...]:
+    """The shape of tensors of some shapes one below the other."""
+    first = group[0]
     if len(group) == 1:
         return tuple(first)
-    if any(t.dim() == 0 or t.shape[1:] != first[1:] for t in group):
+    if any(len(shape) == 0 or shape[1:] != first[1:] for shape in group):
         raise OptionError(
-            f"weights of shapes {', '.join(str(list(t.shape)) for t in group)} in one stack",
+            f"weights of shapes {', '.join(str(list(shape)) for shape in group)} in one stack",
             why="they lie one below the other, so all but the first size must be the same",
         )
-    return (sum(t.shape[0] for t in group), *first[1:])
+    return (sum(shape[0] for shape in group), *first[1:])
 
 
 def cast_weights(
@@ -187,7 +214,8 @@ def _fake(
     weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     groups = _groups(weights, stacks)
-    return [group[0].new_empty(_stacked_shape(group), dtype=dtype) for group in groups]
+    shape = [_stacked_shape([t.shape for t in group]) for group in groups]
+    return [weights[0].new_empty(s, dtype=dtype) for s in shape]
 
 
 _CAST = define(

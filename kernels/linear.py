@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import OptionError
-from graphopt.kernels._library import define, differentiable, differentiated, invoke
+from graphopt.kernels._library import applied, define, differentiable, differentiated, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 
 # wide_mm ----------------------------------------------------------------------------------------
@@ -249,6 +249,9 @@ class _LinearWide(torch.autograd.Function):
         return dx, None, db, None, None, *grads, *(bias_gradients(rows, biases) if biases else ())
 
 
+_APPLY = applied(_LinearWide)
+
+
 def _as_copy_of(copy: torch.Tensor, masters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The values of a copy, with the way from the masters to it."""
     again = torch.cat([m.to(copy.dtype) for m in masters])
@@ -267,7 +270,7 @@ def _autograd(
     if differentiated(x, bias, *masters, *bias_masters):
         held = bias.detach() if bias is not None and bias_masters else bias
         given = (x, weight.detach(), held, len(masters), transposed)
-        y: torch.Tensor = _LinearWide.apply(*given, *masters, *bias_masters)
+        y: torch.Tensor = _APPLY(*given, *masters, *bias_masters)
         return y
     with torch._C._AutoDispatchBelowAutograd():
         result: torch.Tensor = _LINEAR(x, weight, bias, masters, list(bias_masters), transposed)

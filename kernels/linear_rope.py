@@ -18,7 +18,14 @@ import torch
 
 from graphopt.errors import OptionError, UnsupportedError
 from graphopt.kernels._launch import is_aligned
-from graphopt.kernels._library import define, differentiable, differentiated, invoke, once
+from graphopt.kernels._library import (
+    applied,
+    define,
+    differentiable,
+    differentiated,
+    invoke,
+    once,
+)
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, kernel_serves
 from graphopt.kernels.linear import bias_gradients, parameter_gradients, product
@@ -296,6 +303,9 @@ class _LinearRope(torch.autograd.Function):
         return once("linear_rope", found, (*saved, *grads)) if torch.is_grad_enabled() else found
 
 
+_APPLY = applied(_LinearRope)
+
+
 def _gradients(ctx: Any, saved: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     x, weight, cos, sin = saved
     widths, interleaved, _ = ctx.plan
@@ -327,7 +337,7 @@ def _autograd(
         weight = weight.detach() if masters else weight
         bias = bias.detach() if bias is not None and bias_masters else bias
         plan = (tuple(widths), interleaved, len(masters))
-        found: Parts = _LinearRope.apply(x, weight, bias, cos, sin, plan, *masters, *bias_masters)
+        found: Parts = _APPLY(x, weight, bias, cos, sin, plan, *masters, *bias_masters)
         return found
     with torch._C._AutoDispatchBelowAutograd():
         parts: Parts = _LINEAR_ROPE(x, weight, bias, cos, sin, widths, interleaved)
