@@ -77,6 +77,7 @@ def drop(
         return
     if host:
         held = [scope.sent(value, name, ahead)]
+        overwrite = overwrite and isinstance(held[0], HostCopy)
     scope.drop(value, name, held, output, overwrite)
 
 

@@ -246,10 +246,14 @@ def _movable(body: Body, facts: Facts, place: Mapping[str, int]) -> tuple[Movabl
     """
     values = Values.of(body.graph)
     readers: dict[fx.Node, dict[int, None]] = {}
+    step = {s.node: i for i, s in enumerate(facts.steps) if not s.backward}
+    known: dict[fx.Node, int] = {}  # the last step that reads it, by the graph
     for node in body.graph.nodes:
-        if node.name in place:
-            for source in node.all_input_nodes:
-                readers.setdefault(values.parts[source], {})[place[node.name]] = None
+        for source in node.all_input_nodes:
+            part = values.parts[source]
+            known[part] = step.get(node.name, known.get(part, 0))
+            if node.name in place:
+                readers.setdefault(part, {})[place[node.name]] = None
     found = []
     for value in values:
         f = facts.values.get(value.name)
@@ -261,6 +265,8 @@ def _movable(body: Body, facts: Facts, place: Mapping[str, int]) -> tuple[Movabl
                 continue
             if part is not value and part.name in place:
                 continue
+            if own.last_use > max(known.get(part, 0), f.made):
+                continue  # read through an alias that the graph does not tell
             found.append(
                 Movable(
                     name=part.name,

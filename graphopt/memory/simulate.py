@@ -194,6 +194,10 @@ def simulate(
         v = values[i]
         if v.spare and v.unpacks[-1] == last[i]:
             found[last[i]] -= v.spare
+    for stay in moved.stays:
+        v = values[timeline.movable[stay.value].owner]
+        if v.spare and v.unpacks[-1] == stay.last:
+            found[stay.last] -= v.spare
     for step, makes in made.items():
         start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
         found[step] = max(found[step], start + _while_making(values, makes, step, last))
