@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from remat_models import case, same
 from test_remat_runtime import Storages
 
+from graphopt.emit import Program
 from graphopt.errors import PassError
 from graphopt.graph import lint
+from graphopt.graph.recipes import sum_of
 from graphopt.graph.text import python_code
 from graphopt.offload import HostCopy
 from graphopt.passes.base import Log
-from graphopt.passes.remat import Rematerialize, saved_bytes
+from graphopt.passes.remat import Rematerialize, Trip, saved_bytes
 from graphopt.passes.values import Values
+from graphopt.remat import drop
 
 
 @functools.cache
@@ -50,6 +53,45 @@ def test_some_recomputed_and_some_away(name, precision, data) -> None:
     away = data.draw(st.sets(st.sampled_from(movable(found))))
     names = data.draw(st.sets(st.sampled_from(found.names)))
     assert same(found.step(names, away), found.plain)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "conv"])
+@hypothesis.settings(max_examples=4, deadline=None)
+@hypothesis.given(data=st.data())
+def test_whenever_they_go_and_come(name, data) -> None:
+    """Any place of the forward to let go at, any value's turn to come back in."""
+    found = case(name)
+    away = sorted(data.draw(st.sets(st.sampled_from(movable(found)), min_size=1)))
+    names = data.draw(st.sets(st.sampled_from(found.names)))
+    nodes = [n.name for n in found.body.graph.nodes if n.op == "call_function"]
+    until, ahead = (st.none() | st.sampled_from(choice) for choice in (nodes, [*away, *names]))
+    trips = tuple(Trip(n, data.draw(until), data.draw(ahead)) for n in away)
+    body = found.body.copy()
+    Rematerialize(frozenset(names), frozenset(away), trips).run(body, Log())
+    lint.check(body, "rematerialize")
+    program = Program(body, "test")
+    torch.manual_seed(1)
+    values = program(*found.inputs)
+    roots = [y for y in values if y.requires_grad]
+    sent = [torch.linspace(-1, 1, y.numel()).view(y.shape) for y in roots]
+    wanted = [t for t in (*found.inputs, *found.model.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad(roots, wanted, sent, allow_unused=True)
+    got = [*(v.detach() for v in values), *(g for g in grads if g is not None)]
+    assert same(got, found.plain)
+
+
+def test_an_item_may_go_alone() -> None:
+    """The sum under a norm goes to host memory; the norm is computed again from it."""
+    found = case("llama")
+    body = found.body.copy()
+    items = [n for n in body.graph.nodes if sum_of(n) is not None]
+    sums = {sum_of(n).name for n in items}
+    Rematerialize(frozenset(n.name for n in items), frozenset(sums)).run(body, Log())
+    markers = {n.args[1]: n.kwargs.get("host") for n in body.graph.nodes if n.target is drop}
+    assert all(markers[name] for name in sums)
+    assert not any(markers[n.name] for n in items)
+    norms, sums = (frozenset(n.name for n in items), frozenset(sums))
+    assert same(found.step(norms, sums), found.plain)
 
 
 def test_random_values_may_go() -> None:
