@@ -1,10 +1,11 @@
-"""A module that test models import: its variables are outside of them."""
+"""Variables outside of test models, and a model made of a forward."""
 
 from __future__ import annotations
 
 import types
 
 import torch
+from torch import nn
 
 SCALE = 2.0
 COUNT = 0
@@ -50,3 +51,22 @@ def cached(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] not in CACHE:
         CACHE[x.shape[0]] = torch.arange(3.0)
     return x + CACHE[x.shape[0]]
+
+
+X = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -3.0]])
+
+
+def of(forward, **attributes):
+    model = type("Of", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+class Schedule:
+    def __init__(self):
+        self.step = 0
+
+    def value(self):
+        self.step += 1
+        return 1.0 / self.step
