@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from remat_models import case, droppable, dropped, dropping, everything, same, twins
+from remat_models import Case, case, droppable, dropped, dropping, everything, same, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +19,7 @@ from graphopt.kernels import activation, glu
 from graphopt.memory.facts import measure
 from graphopt.memory.oracle import predict
 from graphopt.memory.problem import Problem
-from graphopt.memory.simulate import simulate
+from graphopt.memory.simulate import Timeline, Value, simulate
 from graphopt.remat import is_marker
 
 
@@ -339,6 +339,38 @@ def test_the_replay_knows(pair) -> None:
     spared = [v for v in problem.timeline.values if v.spare]
     assert len(spared) == plain.operands
     assert all(v.spare == v.bytes for v in spared)
+
+
+def test_a_step_is_lower_where_the_gradient_is_written_over() -> None:
+    values = (Value("a", 8, 8, 0, 1, 3, (3,), spare=6),)
+    line = Timeline((0, 8, 8, 8), (8, 12, 12, 16), values)
+    assert simulate(line, (), levels=True).levels == (8, 12, 12, 16)
+    assert simulate(line, {0}, levels=True).levels == (8, 12, 4, 10)
+
+
+class Wide(nn.Module):
+    """The highest steps are those of the unit and of the product behind it, as in a llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Parameter(torch.ones(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        y = F.silu(gate) * value
+        return torch.ops.graphopt.linear_wide(y, self.down * 2, None, [self.down])
+
+
+@pytest.mark.parametrize("some", [["linear"], ["glu_packed_default"], []])
+def test_the_replay_knows_what_is_let_go_of_on_the_way(some) -> None:
+    given = Case.of(Wide(), (torch.randn(999, 8),))
+    names = [n for n in given.names if n in some or not some]
+    assert names
+    options = {"device": "cuda", "loss_fn": lambda y: y.square().sum()}
+    timeline = Problem.of(given.body, measure(given.body, **options)).timeline
+    place = {v.name: i for i, v in enumerate(timeline.values)}
+    found = predict(dropped(given.body.copy(), names), **options)
+    assert simulate(timeline, [place[n] for n in names]).peak == found.peak_bytes
 
 
 @pytest.mark.parametrize("kind", ["packed", "apart", "activation"])
