@@ -21,7 +21,7 @@ from graphopt.memory.facts import Facts, measure
 from graphopt.memory.oracle import predict
 from graphopt.memory.plan import MemoryOptions, plan
 from graphopt.memory.problem import CurvePoint
-from graphopt.options import check_choice, check_fit, check_inputs, check_model, names_checked
+from graphopt.options import check_call, check_choice, check_model, names_checked
 from graphopt.passes import PassOptions, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.precision import has_bf16, lowered, own_low
@@ -83,9 +83,8 @@ def advise(
         'as it is'
     """
     check_model(model)
-    args, kwargs = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
+    args, kwargs = check_call(model, inputs, example_kwargs)
     check_choice("measured", measured, (None, True, False))
-    check_fit(model, args or (), kwargs)
     if loss_fn is not None and not callable(loss_fn):
         raise OptionError("loss_fn is not callable", try_="a function of forward's result")
     check_choice("train", train, (None, True, False))
@@ -93,7 +92,7 @@ def advise(
     room = _room(memory)
     backward = model.training and torch.is_grad_enabled() if train is None else train
     with progress(f"advise {type(model).__name__}"):
-        adviser = _Adviser(model, args or (), kwargs, loss_fn, resident, room, backward)
+        adviser = _Adviser(model, args, kwargs, loss_fn, resident, room, backward)
         advice = adviser.advice()
     if adviser.on_gpu if measured is None else measured:
         advice = adviser.with_measures(advice)

@@ -20,6 +20,7 @@ from graphopt.options import (
     DYNAMIC,
     ON_ERROR,
     PRECISION,
+    check_call,
     check_choice,
     check_fit,
     check_inputs,
@@ -239,10 +240,9 @@ def verify(
         True
     """
     opt = optimized_of(opt, "verify")
-    args, named = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
+    args, named = check_call(opt.source, inputs, example_kwargs)
     check_choice("backward", backward, (None, True, False))
-    check_fit(opt.source, args or (), named)
-    entry = opt.capture(args or (), named)
+    entry = opt.capture(args, named)
     if entry is None:
         raise GraphOptError(
             "there is no graph to verify",
@@ -250,7 +250,7 @@ def verify(
             try_="on_error='raise', which says what stands in the way",
         )
     leaves: list[torch.Tensor] = []
-    sig.flatten((args or (), named), leaves)
+    sig.flatten((args, named), leaves)
     result = entry.compiled.result
     records = result.rewrites
     with progress("verify") as say:

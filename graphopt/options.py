@@ -248,6 +248,32 @@ def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         ) from None
 
 
+def check_call(
+    model: nn.Module,
+    inputs: Any,
+    kwargs: Any,
+    names: tuple[str, str] = ("inputs", "example_kwargs"),
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for a model's forward, after a check that they fit it.
+
+    Args:
+        model: whose forward they are for.
+        inputs: a tensor, or a tuple or list of positional arguments; None for none.
+        kwargs: a mapping of keyword arguments, or None.
+        names: what the user calls the two.
+
+    Raises:
+        OptionError: for a wrong type, or arguments that do not fit.
+
+    Example:
+        >>> check_call(nn.Linear(2, 2), None, {"input": 1})
+        ((), {'input': 1})
+    """
+    args, named = check_inputs(inputs, kwargs, names)
+    check_fit(model, args or (), named)
+    return args or (), named
+
+
 def check_passes(
     fuse: Any, rules: str | Rule | Iterable[str | Rule], max_rewrites: Any
 ) -> PassOptions:

@@ -18,7 +18,7 @@ from graphopt.graph.body import Body
 from graphopt.graph.float64 import DOUBLE, to_float64
 from graphopt.graph.record import Site, site_of
 from graphopt.module import Compiled, GraphoptModule, Settings
-from graphopt.options import check_fit, check_inputs, check_model, check_overrides, names_checked
+from graphopt.options import check_call, check_model, check_overrides, names_checked
 from graphopt.passes.base import Log
 from graphopt.passes.overrides import MarkOverrides, op_names
 from graphopt.precision import LOW
@@ -164,8 +164,7 @@ def precision_check(
         ('aten.linear', 0)
     """
     check_model(model)
-    args, kwargs = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
-    check_fit(model, args or (), kwargs)
+    args, kwargs = check_call(model, inputs, example_kwargs)
     if precision not in LOW:
         raise OptionError(f"precision is {precision!r}", try_=" or ".join(map(repr, LOW)))
     if pin is not None and (isinstance(pin, bool) or not isinstance(pin, (int, float)) or pin < 0):
@@ -173,10 +172,10 @@ def precision_check(
     overrides = dict(precision_overrides or {})
     checked = check_overrides(model, precision_overrides)
     opt = GraphoptModule(model, Settings(precision=precision), Compiled)
-    entry = opt.capture(args or (), kwargs)
+    entry = opt.capture(args, kwargs)
     assert entry is not None
     leaves: list[torch.Tensor] = []
-    sig.flatten((args or (), kwargs), leaves)
+    sig.flatten((args, kwargs), leaves)
     body = entry.capture.body
     nodes, outputs = _compare(body, leaves, checked)
     if pin is None:

@@ -49,7 +49,7 @@ from graphopt.memory.shares import (
 )
 from graphopt.memory.tracker import Allocation
 from graphopt.module import graphopt_of
-from graphopt.options import check_choice, check_fit, check_inputs, names_checked
+from graphopt.options import check_call, check_choice, names_checked
 from graphopt.report.progress import progress
 from graphopt.report.save import check_path, json_text, save
 from graphopt.report.table import Table, percent, size
@@ -233,14 +233,13 @@ def profile_memory(
         >>> found.prediction.breakdown["parameters"] == (64 * 256 + 256 + 256 * 8 + 8) * 4
         True
     """
-    args, kwargs = check_inputs(inputs, example_kwargs, ("inputs", "example_kwargs"))
     _check(model, loss_fn, train, gradients_resident, measure)
     resident = check_resident(resident_bytes)
     opt = graphopt_of(model)
     source = model if opt is None else opt.source
-    check_fit(source, args or (), kwargs)
-    wanted = _device(source, args or (), kwargs, device)
-    how = _How(source, tuple(args or ()), kwargs, loss_fn, train, gradients_resident, wanted)
+    args, kwargs = check_call(source, inputs, example_kwargs)
+    wanted = _device(source, args, kwargs, device)
+    how = _How(source, args, kwargs, loss_fn, train, gradients_resident, wanted)
     if measure and wanted.type != "cuda":
         raise OptionError(
             "measure=True needs a model on a GPU", try_="graphopt.bench, which measures on the CPU"

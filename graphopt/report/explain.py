@@ -18,9 +18,8 @@ from graphopt.graph.text import type_text
 from graphopt.memory.plan import MemoryPlan, check_memory
 from graphopt.options import (
     PRECISION,
+    check_call,
     check_choice,
-    check_fit,
-    check_inputs,
     check_model,
     check_overrides,
     check_passes,
@@ -224,16 +223,16 @@ def explain(
         ['layer_norm']
     """
     check_model(model, attached=True)
-    args, kwargs = check_inputs(example_inputs, example_kwargs)
+    names = ("example_inputs", "example_kwargs")
+    args, kwargs = check_call(model, example_inputs, example_kwargs, names)
     check_choice("precision", precision, PRECISION)
     overrides = check_overrides(model, precision_overrides)
     options = check_passes(fuse, rules, max_rewrites)
     memory = check_memory(memory_budget, segments, loss_fn, resident_bytes, offload)
-    check_fit(model, args or (), kwargs)
     start = time.perf_counter()
     with progress(f"explain {type(model).__name__}"):
         with lowered(model, precision):
-            captured = capture(model, args or (), kwargs)
+            captured = capture(model, args, kwargs)
             body = captured.body
             body.autocast = autocast_dtypes(ambient())
         if overrides:
