@@ -11,6 +11,7 @@ and one for the weights. Saved: x, weight, cos and sin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -170,28 +171,6 @@ def _fake(
 # Backward: the gradient of the product, [B, S, W]; its two GEMMs are plain torch.
 
 
-def _backward_reference(
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    grads: Sequence[torch.Tensor | None],
-    widths: Sequence[int],
-    interleaved: bool,
-    x: torch.Tensor,
-) -> torch.Tensor:
-    return _gathered(cos, sin, grads, widths, interleaved, x, launch=False)
-
-
-def _backward_launch(
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    grads: Sequence[torch.Tensor | None],
-    widths: Sequence[int],
-    interleaved: bool,
-    x: torch.Tensor,
-) -> torch.Tensor:
-    return _gathered(cos, sin, grads, widths, interleaved, x, launch=True)
-
-
 def _gathered(
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -250,8 +229,8 @@ def _backward_fake(
 _BACKWARD = define(
     "linear_rope_backward(Tensor cos, Tensor sin, Tensor?[] grads, int[] widths,"
     " bool interleaved, Tensor x) -> Tensor",
-    launch=_backward_launch,
-    reference=_backward_reference,
+    launch=partial(_gathered, launch=True),
+    reference=partial(_gathered, launch=False),
     fake=_backward_fake,
 )
 
