@@ -9,9 +9,10 @@ what no other plan beats in both peak and time is kept by the caller.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from graphopt.memory.search import Choice, Point, prices
 from graphopt.memory.simulate import Outcome, Timeline, simulate
@@ -24,6 +25,9 @@ TRIES = 4
 
 SWAPS = 80
 """For how many recomputed values of a plan it is tried to send them instead."""
+
+GAP = 1.005
+"""Between two plans whose peaks are farther apart others are looked for."""
 
 LEAST_MS = 1e-6
 
@@ -71,27 +75,40 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
     for i in sorted({round(n * last / (count - 1)) for n in range(count)}):
         found += search.beside(points[i])
         found += search.swapped(points[i])
+    front = unbeaten([*points, *found])
+    for loose, tight in itertools.pairwise(front):
+        if tight.away and loose.peak > GAP * tight.peak:
+            found += search.between(loose, tight)
     return found
+
+
+def unbeaten(points: Iterable[Point]) -> list[Point]:
+    """The plans that none of the others beats in both peak and time, from loose to tight."""
+    kept: list[Point] = []
+    for p in sorted(points, key=lambda p: (p.ms, p.peak, sorted(p.dropped), sorted(p.away))):
+        if not kept or p.peak < kept[-1].peak:
+            kept.append(p)
+    return kept
 
 
 class _Offloads:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.room = host_room()
-        cost, _ = prices(timeline.values)
+        self.cost, _ = prices(timeline.values)
         self.norms: dict[int, list[int]] = {}
         for i, v in enumerate(timeline.values):
             if v.part_of is not None and v.why_not is None:
                 self.norms.setdefault(v.part_of, []).append(i)
-        worth = [self._worth(c, cost) for c in range(len(timeline.movable))]
+        worth = [self._worth(c) for c in range(len(timeline.movable))]
         self.order = sorted(range(len(worth)), key=lambda c: (-worth[c], c))
 
-    def _worth(self, c: int, cost: dict[int, float]) -> float:
+    def _worth(self, c: int) -> float:
         """Time of computing a value again for each byte; what cannot be is worth the most."""
         m = self.timeline.movable[c]
         if self.timeline.values[m.owner].why_not is not None:
             return float("inf")
-        return cost[m.owner] / max(1, m.bytes)
+        return self.cost[m.owner] / max(1, m.bytes)
 
     def _fits(self, away: Choice) -> bool:
         """Whether the host has the memory for some values."""
@@ -161,3 +178,14 @@ class _Offloads:
         if not away:
             return []
         return [Point(outcome.peak, outcome.ms, dropped, away)]
+
+    def between(self, loose: Point, tight: Point) -> list[Point]:
+        """Keep values again that the tighter of two plans computes again, the dearest first."""
+        point, found = tight, list[Point]()
+        order = sorted(tight.dropped, key=lambda i: (-self.cost[i], i))
+        for i in order[:SWAPS]:
+            moved = self._run(point.dropped - {i}, point.away)
+            if moved.peak < loose.peak and moved.ms < point.ms - LEAST_MS:
+                point = Point(moved.peak, moved.ms, point.dropped - {i}, point.away)
+                found.append(point)
+        return found

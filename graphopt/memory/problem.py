@@ -17,7 +17,7 @@ from graphopt.graph.record import Site, site_of
 from graphopt.memory.facts import Facts
 from graphopt.memory.search import Choice
 from graphopt.memory.simulate import Timeline, Value, needed, simulate
-from graphopt.memory.trips import LATENCY_MS, Movable, Times
+from graphopt.memory.trips import LATENCY_MS, Movable, Times, relaxed
 from graphopt.offload import may_leave
 from graphopt.passes.remat import Trip
 from graphopt.passes.values import Values, is_overwritten, reasons, value_of
@@ -202,10 +202,12 @@ class Problem:
         found = []
         if not away:
             return ()
-        for stay in simulate(self.timeline, dropped, away).stays:
-            m = self.timeline.movable[stay.value]
+        line = self.timeline
+        outcome = simulate(line, dropped, away, levels=True)
+        for stay in relaxed(outcome.stays, line.movable, line.times, outcome.levels):
+            m = line.movable[stay.value]
             site, op = self.sites[m.owner]
-            last = stay.gone >= self.timeline.times.forward - 1
+            last = stay.gone >= line.times.forward - 1
             until = None if last else self.nodes[stay.gone]
             found.append(Offload(m.name, op, m.bytes, m.copy_ms, until, stay.ahead, site))
         return tuple(found)

@@ -16,6 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 MARGIN = 1.25
 """By so much a copy back begins earlier than it has to, by its time."""
 
+LATE = 0.5
+"""By so much of its time, and of that of the copies that it queues behind, a copy may take longer
+before the forward waits for it, where there is memory to keep its value until then."""
+
 LATENCY_MS = 0.02
 """Time of a copy beside that of its bytes: the launch, and the link's own."""
 
@@ -187,3 +191,40 @@ def _waits(
         free = max(free, starts[back[c][0]] + late) + movable[c].copy_ms
         late = max(late, free - starts[asked[c][0]])
     return late
+
+
+def relaxed(
+    stays: Sequence[Stay],
+    movable: Sequence[Movable],
+    times: Times,
+    levels: Sequence[int],
+) -> tuple[Stay, ...]:
+    """The same stays, each kept for longer in the forward where the peak does not rise by that.
+
+    A link that is slower than foreseen is then waited for later, or not at all.
+
+    Args:
+        stays: as foreseen.
+        movable: what may go.
+        times: of the steps.
+        levels: the most bytes alive during each step.
+    """
+    ends = list(itertools.accumulate(times.ms[: times.forward]))
+    live, peak = list(levels), max(levels)
+    found = {}
+    free = busy = 0.0
+    for stay in sorted(stays, key=lambda s: (movable[s.value].last_use, s.value)):
+        m = movable[stay.value]
+        if ends[m.last_use] > free:
+            free = busy = ends[m.last_use]
+        free += m.copy_ms
+        gone = stay.gone
+        while (
+            gone + 1 < times.forward
+            and ends[gone] < free + LATE * (free - busy)
+            and live[gone + 1] + m.bytes <= peak
+        ):
+            gone += 1
+            live[gone] += m.bytes
+        found[stay.value] = dataclasses.replace(stay, gone=gone)
+    return tuple(found[stay.value] for stay in stays)

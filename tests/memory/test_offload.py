@@ -23,7 +23,7 @@ from graphopt.errors import BudgetError, GraphOptError, GraphoptWarning, OptionE
 from graphopt.memory import away
 from graphopt.memory.oracle import predict
 from graphopt.memory.simulate import Timeline, Value, simulate
-from graphopt.memory.trips import Movable, Times
+from graphopt.memory.trips import Movable, Times, relaxed
 from graphopt.offload import HostCopy
 from graphopt.remat import is_release
 
@@ -318,6 +318,15 @@ def test_a_value_stays_until_its_copy_is_done():
 def test_a_value_away_is_not_at_the_peak():
     assert simulate(_line(0.5), ()).peak == 20
     assert simulate(_line(0.5), (), (0,)).peak == 16
+
+
+def test_it_stays_for_longer_where_there_is_room():
+    line = _line(0.5)
+    outcome = simulate(line, (), (0,), levels=True)
+    (kept,) = relaxed(outcome.stays, line.movable, line.times, (0,) * 3 + (20, 8, 8, 8))
+    assert kept.gone == 2  # the next step is as high as any
+    late = relaxed(outcome.stays, line.movable, line.times, (20, 8, 8, 8, 8, 8, 8))
+    assert late[0].gone >= kept.gone
 
 
 def test_what_is_waited_for_costs_time():
