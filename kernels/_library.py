@@ -127,7 +127,7 @@ def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     Watching are dispatch modes (fake tensors, tracing), tensor subclasses and functionalization.
     Saves about 10 us of host time a call. Autograd must have been dealt with by the caller.
     """
-    if torch._C._len_torch_dispatch_stack() or _is_functionalizing(_FUNCTIONALIZE):
+    if _dispatch_modes() or _is_functionalizing(_FUNCTIONALIZE):
         return overload(*args, **kwargs)
     for value in (*args, *kwargs.values()) if kwargs else args:
         if type(value) not in _ORDINARY and isinstance(value, torch.Tensor):
@@ -142,13 +142,13 @@ def watched() -> bool:
     differentiation, `torch.jit.trace` and torch's profiler, which shows operators by name.
     """
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        _dispatch_modes()
+        or _function_modes()
         or _is_functionalizing(_FUNCTIONALIZE)
-        or torch._C._are_functorch_transforms_active()
+        or _transforms()
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        or _tracing() is not None
+        or _profiling()
     )
 
 
@@ -255,6 +255,12 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ORDINARY = _PLAIN | {int, float, bool, str, type(None), torch.dtype}
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _is_functionalizing = torch._C._dispatch_tls_is_dispatch_key_included
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
+_tracing = torch._C._get_tracing_state
+_profiling = torch._C._autograd._profiler_enabled
+_grad_mode = torch.is_grad_enabled
 
 
 def _choose(
@@ -283,7 +289,7 @@ def _shortest(
     apply = _bare_apply(function)  # `watched` has looked for functorch
 
     def shortest(*values: Any) -> Any:
-        if torch.is_grad_enabled():
+        if _grad_mode():
             for i in tensors:
                 value = values[i]
                 if value is not None and value.requires_grad:
@@ -308,7 +314,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     bare = _bare_apply(function)
 
     def call(*values: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if _transforms():
             return function.apply(*values)
         return bare(*values)
 
