@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from graphopt.cost.roofline import rates_of
+from graphopt.cost.link import link_gbs
+from graphopt.cost.roofline import Rates, rates_of
 from graphopt.errors import GraphOptError, GraphoptWarning, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.facts import nbytes, tensors_of
@@ -314,14 +315,15 @@ class _Asked:
 
     def routes(self, plain: Prediction) -> list[_Route]:
         """The body as it is, and with its loss in chunks where it has one that can be."""
-        facts = measure(self.body, **self._circumstances())
+        rates = self._rates()
+        facts = measure(self.body, rates=rates, **self._circumstances())
         shift = plain.peak_bytes - facts.peak_bytes
         found = [_Route(self.body, (), Problem.of(self.body, facts, shift))]
         work, log = self.body.copy(), Log()
         ChunkLoss(_chunk_bytes(work)).run(work, log)
         if log.rewrites:
             try:
-                chunked = measure(work, **self._circumstances())
+                chunked = measure(work, rates=rates, **self._circumstances())
             except GraphOptError as error:  # the other route is still there
                 logger.warning("the loss in chunks is left out of the plans: %s", error)
                 return found
@@ -338,6 +340,13 @@ class _Asked:
         return tuple(
             dataclasses.replace(r, ordinal=self.offset + i) for i, r in enumerate(records, start)
         )
+
+    def _rates(self) -> Rates | None:
+        """The device's, with its link as measured, where something may go there; else None."""
+        gbs = link_gbs(self.body.device) if self.options.offload else None
+        if gbs is None:
+            return None
+        return dataclasses.replace(rates_of(self.body.device), host_gbs=gbs)
 
     def _circumstances(self) -> dict[str, Any]:
         loss_fn = self.options.loss_fn

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import graphopt
+from graphopt.cost.link import link_gbs
 from graphopt.errors import BudgetError, GraphOptError
 
 pytestmark = pytest.mark.gpu
@@ -160,6 +161,12 @@ def test_smaller_peaks_are_kept(net, x, plain):
         opt = away(net, x, both.lowest_bytes + 2**20)
         near(step(opt, x), step(plain, x))
         assert peak_of(opt, x) <= 1.03 * both.lowest_bytes
+
+
+def test_the_link_is_measured():
+    rate = link_gbs(torch.device("cuda"))
+    print(f"link {rate:.1f} GB/s")
+    assert 1.0 < rate < 500.0
 
 
 def test_copies_run_beside_the_computation(net, x):
