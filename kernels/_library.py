@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 
 from graphopt.errors import UnsupportedError
 from graphopt.kernels import _launch
+from graphopt.kernels._batched import for_each_sample, is_batched
 
 LIBRARY = torch.library.Library("graphopt", "DEF")
 
@@ -368,10 +369,13 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
+            there = False
             for grad in grads:
                 if grad is not None:
-                    break
-            else:
+                    if is_batched(grad):
+                        return for_each_sample(Fused.backward, ctx, grads)
+                    there = True
+            if not there:
                 return (None,) * len(needs)
             # Outside the guard: torch.utils.checkpoint runs the forward again to give them.
             saved = ctx.saved_tensors

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import GraphOptError, OptionError
+from graphopt.kernels._batched import for_each_sample, is_batched
 from graphopt.kernels._library import LIBRARY, define
 from graphopt.kernels._op import Cost, Op, Sample, register
 
@@ -244,6 +245,8 @@ class _CastWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if any(g is not None and is_batched(g) for g in grads):
+            return for_each_sample(_CastWeights.backward, ctx, grads)
         parts: list[torch.Tensor | None] = []
         for grad, rows in zip(grads, ctx.rows, strict=True):
             if rows is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import OptionError
+from graphopt.kernels._batched import for_each_sample, is_batched
 from graphopt.kernels._library import applied, define, differentiable, differentiated, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 
@@ -227,6 +228,8 @@ class _LinearWide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if is_batched(grad):
+            return for_each_sample(_LinearWide.backward, ctx, (grad,))
         x, weight = ctx.saved_tensors
         transposed, needs, shape = ctx.transposed, ctx.needs_input_grad, x.shape
         rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])

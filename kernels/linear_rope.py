@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import OptionError, UnsupportedError
+from graphopt.kernels._batched import for_each_sample, is_batched
 from graphopt.kernels._launch import is_aligned
 from graphopt.kernels._library import (
     applied,
@@ -276,6 +277,8 @@ class _LinearRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
+        if any(g is not None and is_batched(g) for g in grads):
+            return for_each_sample(_LinearRope.backward, ctx, grads)
         saved = ctx.saved_tensors
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             found = _gradients(ctx, saved, grads)
