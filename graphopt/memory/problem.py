@@ -17,7 +17,7 @@ from graphopt.graph.record import Site, site_of
 from graphopt.memory.facts import Facts
 from graphopt.memory.search import Choice
 from graphopt.memory.simulate import Timeline, Value, needed, simulate
-from graphopt.memory.trips import LATENCY_MS, Movable, Times, relaxed
+from graphopt.memory.trips import LATENCY_MS, WIDE, Movable, Times, relaxed
 from graphopt.offload import may_leave
 from graphopt.passes.remat import Trip
 from graphopt.passes.values import Values, is_overwritten, reasons, value_of
@@ -204,7 +204,8 @@ class Problem:
             return ()
         line = self.timeline
         outcome = simulate(line, dropped, away, levels=True)
-        for stay in relaxed(outcome.stays, line.movable, line.times, outcome.levels):
+        early = simulate(line, dropped, away, margin=WIDE).stays
+        for stay in relaxed(outcome.stays, early, line.movable, line.times, outcome.levels):
             m = line.movable[stay.value]
             site, op = self.sites[m.owner]
             last = stay.gone >= line.times.forward - 1

@@ -12,7 +12,7 @@ import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 
-from graphopt.memory.trips import NO_TIMES, Movable, Stay, Times, Traffic, traffic
+from graphopt.memory.trips import MARGIN, NO_TIMES, Movable, Stay, Times, Traffic, traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,7 @@ def simulate(
     away: Collection[int] = (),
     *,
     levels: bool = False,
+    margin: float = MARGIN,
 ) -> Outcome:
     """Replay a step in which some values are dropped after the forward's last use of them.
 
@@ -141,6 +142,7 @@ def simulate(
         dropped: positions in `timeline.values`.
         away: positions in `timeline.movable` of what goes to host memory.
         levels: whether the outcome lists the bytes at each step.
+        margin: see `trips.traffic`.
 
     Returns:
         The outcome; `ms` is zero and `peak` the timeline's own for an empty plan.
@@ -180,7 +182,7 @@ def simulate(
             stays[first[i]] = stays.get(first[i], 0) + v.bytes
         if not asked and last[i] > first[i]:
             ends[last[i]] = ends.get(last[i], 0) + v.bytes
-    moved = _moved(timeline, away, made)
+    moved = _moved(timeline, away, made, margin)
     elsewhere = _leave(change, timeline.movable, moved)
     for j in release.keys() - chosen:
         v = values[j]
@@ -211,6 +213,7 @@ def _moved(
     timeline: Timeline,
     away: Collection[int],
     made: Mapping[int, Sequence[int]],
+    margin: float,
 ) -> Traffic:
     """When what goes to host memory is not on the device."""
     if not away:
@@ -219,7 +222,7 @@ def _moved(
     turns = {step: tuple(values[i].name for i in sorted(makes)) for step, makes in made.items()}
     again = {step: sum(values[i].ms for i in makes) for step, makes in made.items()}
     first = {i: step for step, makes in made.items() for i in makes}
-    return traffic(timeline.movable, away, timeline.times, turns, first, again)
+    return traffic(timeline.movable, away, timeline.times, turns, first, again, margin)
 
 
 def _leave(change: list[int], movable: Sequence[Movable], moved: Traffic) -> dict[int, int]:

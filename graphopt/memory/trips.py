@@ -16,9 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 MARGIN = 1.25
 """By so much a copy back begins earlier than it has to, by its time."""
 
-LATE = 0.5
-"""By so much of its time, and of that of the copies that it queues behind, a copy may take longer
-before the forward waits for it, where there is memory to keep its value until then."""
+WIDE = 1.6
+"""By so much, both ways, where there is memory for it: for links that are slower than foreseen."""
 
 LATENCY_MS = 0.02
 """Time of a copy beside that of its bytes: the launch, and the link's own."""
@@ -106,6 +105,7 @@ def traffic(
     turns: Mapping[int, tuple[str, ...]],
     first: Mapping[int, int],
     again_ms: Mapping[int, float],
+    margin: float = MARGIN,
 ) -> Traffic:
     """The stays of some values in host memory.
 
@@ -116,6 +116,7 @@ def traffic(
         turns: step -> names of the values that are computed again in it.
         first: value -> the step in which it is computed again, for those that are.
         again_ms: step -> time of what is computed again in it.
+        margin: by so much a copy back begins earlier than it has to, by its time.
     """
     asked: dict[int, tuple[int, int]] = {}
     for c in away:
@@ -125,7 +126,7 @@ def traffic(
             asked[c] = min(steps), max(steps)
     starts = _starts(times, again_ms)
     gone, out_ms = _out(movable, asked, times)
-    back = _back(movable, asked, starts, turns)
+    back = _back(movable, asked, starts, turns, margin)
     in_ms = _waits(movable, asked, starts, back)
     stays = tuple(Stay(c, gone[c], back[c][0], *asked[c], back[c][1]) for c in sorted(asked))
     return Traffic(stays, out_ms + in_ms)
@@ -158,6 +159,7 @@ def _back(
     asked: Mapping[int, tuple[int, int]],
     starts: Sequence[float],
     turns: Mapping[int, tuple[str, ...]],
+    margin: float,
 ) -> dict[int, tuple[int, str | None]]:
     """The step at which each copy back begins, as late as the link and the margin allow."""
     called: dict[int, tuple[str, ...]] = dict(turns)
@@ -168,7 +170,7 @@ def _back(
     free = float("inf")
     for c in sorted(asked, key=lambda c: (-asked[c][0], c)):
         step = asked[c][0]
-        free = min(free, starts[step]) - MARGIN * movable[c].copy_ms
+        free = min(free, starts[step]) - margin * movable[c].copy_ms
         earlier = steps[: bisect.bisect_left(steps, step)]
         fit = bisect.bisect_right([starts[s] for s in earlier], free) - 1
         if not earlier:
@@ -195,16 +197,18 @@ def _waits(
 
 def relaxed(
     stays: Sequence[Stay],
+    early: Sequence[Stay],
     movable: Sequence[Movable],
     times: Times,
     levels: Sequence[int],
 ) -> tuple[Stay, ...]:
-    """The same stays, each kept for longer in the forward where the peak does not rise by that.
+    """The same stays, shorter at both ends where the peak does not rise by that.
 
     A link that is slower than foreseen is then waited for later, or not at all.
 
     Args:
         stays: as foreseen.
+        early: the same with a margin of `WIDE`.
         movable: what may go.
         times: of the steps.
         levels: the most bytes alive during each step.
@@ -221,10 +225,17 @@ def relaxed(
         gone = stay.gone
         while (
             gone + 1 < times.forward
-            and ends[gone] < free + LATE * (free - busy)
+            and ends[gone] < busy + WIDE * (free - busy)
             and live[gone + 1] + m.bytes <= peak
         ):
             gone += 1
             live[gone] += m.bytes
         found[stay.value] = dataclasses.replace(stay, gone=gone)
+    for other in early:
+        stay, size = found[other.value], movable[other.value].bytes
+        steps = range(other.back, stay.back)
+        if steps and all(live[s] + size <= peak for s in steps):
+            for s in steps:
+                live[s] += size
+            found[other.value] = dataclasses.replace(stay, back=other.back, ahead=other.ahead)
     return tuple(found[stay.value] for stay in stays)

@@ -324,10 +324,18 @@ def test_a_value_away_is_not_at_the_peak():
 def test_it_stays_for_longer_where_there_is_room():
     line = _line(0.5)
     outcome = simulate(line, (), (0,), levels=True)
-    (kept,) = relaxed(outcome.stays, line.movable, line.times, (0,) * 3 + (20, 8, 8, 8))
-    assert kept.gone == 2  # the next step is as high as any
-    late = relaxed(outcome.stays, line.movable, line.times, (20, 8, 8, 8, 8, 8, 8))
-    assert late[0].gone >= kept.gone
+    slow = tuple(dataclasses.replace(m, copy_ms=0.9) for m in line.movable)
+    found = [
+        relaxed(outcome.stays, (), slow, line.times, (20, 8, 8, level, 8, 8, 8))[0].gone
+        for level in (8, 20)
+    ]
+    assert found == [3, 2]  # the next step is as high as any, or not
+    early = tuple(dataclasses.replace(s, back=4, ahead="b") for s in outcome.stays)
+    found = [
+        relaxed(outcome.stays, early, line.movable, line.times, (20, 8, 8, 8, level, 8, 8))[0].ahead
+        for level in (8, 20)
+    ]
+    assert found == ["b", None]
 
 
 def test_what_is_waited_for_costs_time():
