@@ -144,7 +144,7 @@ class Launch:
     """
 
     __slots__ = (
-        "_again", "_device", "_devices", "_head", "_knobs", "_start", "_streams", "_tail",
+        "_again", "_device", "_devices", "_head", "_knobs", "_run", "_start", "_streams", "_tail",
         "constants", "grid", "kernel", "scalars",
     )  # fmt: skip
 
@@ -160,6 +160,9 @@ class Launch:
         again = self._again
         if again is None:
             self._first(pointers)
+            return
+        if type(self.kernel).run is not self._run:  # a memory prediction, on tensors without values
+            self._by_triton(*pointers)
             return
         places: list[int | None] = []
         low = 0
@@ -184,8 +187,9 @@ class Launch:
 
     def _first(self, pointers: tuple[MaybeTensor, ...]) -> None:
         compiled = self._by_triton(*pointers)
-        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in pointers)
-        if not aligned or not hasattr(compiled, "packed_metadata"):  # the interpreter gives None
+        if not hasattr(compiled, "packed_metadata"):  # the interpreter and predictions give None
+            return
+        if any(t is not None and t.data_ptr() % 16 for t in pointers):
             return
         from triton import knobs
         from triton.runtime import driver
@@ -196,6 +200,7 @@ class Launch:
         self._device = next(t.get_device() for t in pointers if t is not None)
         if self._device < 0:  # tensors of another kind of memory: Triton's own device
             self._device = self._devices()
+        self._run = type(self.kernel).run
         self._start = (*self.grid, 1, 1)[:3]
         names = self.kernel.arg_names[len(pointers) + len(self.scalars) :]
         self._tail = (*self.scalars, *(self.constants[name] for name in names))

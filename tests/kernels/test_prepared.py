@@ -77,12 +77,26 @@ counted.calls, _prepared.Launch._by_triton = 0, counted
 launched(CALLS["layer_norm"], inputs[0])
 aligned = counted.calls
 launched(CALLS["layer_norm"], inputs[1])
+import warnings
+from graphopt.kernels._library import implementation
+from graphopt.memory.device import launching_nothing
+from graphopt.memory.fakestep import fake_mode
+mode = fake_mode()
+fake = [mode.from_tensor(t) for t in (inputs[0], w)]
+gelu = lambda t, b: implementation(G.bias_act.default)(t, b, "gelu")
+LAUNCHES.clear()
+gelu(inputs[0], w)
+one = len(LAUNCHES)
+with warnings.catch_warnings(), launching_nothing(), mode:
+    warnings.simplefilter("error")
+    gelu(*fake)
+predicted = len(LAUNCHES) - one
 from triton import knobs
 unaligned = counted.calls - aligned
 seen = []
 knobs.runtime.launch_enter_hook.add(seen.append)
 launched(CALLS["layer_norm"], inputs[0])
-print(json.dumps({"wrong": wrong, "count": count, "aligned": aligned, "unaligned": unaligned,
+print(json.dumps({"wrong": wrong, "one": one, "predicted": predicted, "count": count, "aligned": aligned, "unaligned": unaligned,
                   "hooked": counted.calls - aligned - unaligned}))
 """
 
@@ -114,6 +128,11 @@ def test_only_aligned_pointers_are_repeated(report):
 
 def test_a_tool_that_watches_launches_sees_each(report):
     assert report["hooked"] > 0
+
+
+def test_a_prediction_launches_nothing(report):
+    assert report["one"] == 1
+    assert report["predicted"] == 0
 
 
 def layouts() -> list[torch.Tensor]:
