@@ -14,7 +14,6 @@ On the CPU only the host's part means anything, and eager's holds the arithmetic
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -86,11 +85,18 @@ def cases(device: str, rows: int, cols: int) -> dict[str, tuple[Call, Call, list
     }  # fmt: skip
 
 
-def microseconds(call: Call, wrt: list[torch.Tensor], clock: Callable[[], float]) -> list[float]:
-    """Least mean host time of a forward, a backward, and a forward without gradients."""
-    count, best = 50, [float("inf")] * 3
-    grad = torch.ones_like(call())
-    for _ in range(20):
+def microseconds(
+    calls: list[Call], wrt: list[torch.Tensor], clock: Callable[[], float]
+) -> list[list[float]]:
+    """Of each call the least mean host time: forward, backward, forward without gradients.
+
+    They take turns, since a host's speed changes while one measures.
+    """
+    count, best = 50, [[float("inf")] * 3 for _ in calls]
+    grad = torch.ones_like(calls[0]())
+    for turn in range(20 * len(calls)):
+        which = turn % len(calls)
+        call = calls[which]
         wait()
         start = clock()
         made = [call() for _ in range(count)]
@@ -107,7 +113,7 @@ def microseconds(call: Call, wrt: list[torch.Tensor], clock: Callable[[], float]
                 call()
             done = clock()
         found = (middle - start, end - again, done - bare)
-        best = [min(b, f / count * 1e6) for b, f in zip(best, found, strict=True)]
+        best[which] = [min(b, f / count * 1e6) for b, f in zip(best[which], found, strict=True)]
     return best
 
 
@@ -123,7 +129,7 @@ def operators(device: str, clock: Callable[[], float]) -> list[dict[str, Any]]:
           "| no gradient us | eager |\n" + "|---" * 7 + "|")  # fmt: skip
     found = []
     for name, (ours, eager, wrt) in cases(device, 64, 128).items():
-        a, b = microseconds(ours, wrt, clock), microseconds(eager, wrt, clock)
+        a, b = microseconds([ours, eager], wrt, clock)
         cells = [f"{v:.1f}" for pair in zip(a, b, strict=True) for v in pair]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
         found.append({"operator": name, "graphopt": a, "eager": b})
@@ -142,7 +148,7 @@ def parts(device: str, clock: Callable[[], float]) -> None:
         cells = []
         for way in ways:
             Launch.__call__ = way  # type: ignore[method-assign]
-            forward, backward, _ = microseconds(ours, wrt, clock)
+            forward, backward, _ = microseconds([ours], wrt, clock)[0]
             cells.append(f"{forward:.1f} / {backward:.1f}")
         Launch.__call__ = repeated  # type: ignore[method-assign]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
@@ -167,69 +173,88 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def step_ms(model: nn.Module, run: Callable[[], Any], clock: Callable[[], float]) -> list[float]:
-    """Median over steps of: until done, until issued, and the device's busy time; in ms."""
+ROUNDS = 25
 
-    def step() -> None:
-        model.zero_grad()
-        run().backward()
 
-    done, issued = [], []
-    for _ in range(25):
-        wait()
-        start = clock()
-        step()
-        issued.append(clock() - start)
-        wait()
-        done.append(clock() - start)
-    busy = 0.0
-    if torch.cuda.is_available():
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            step()
+def turns(
+    modules: dict[str, Any], x: torch.Tensor, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Median ms of a step of each module, which take turns: until done, until issued."""
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in modules}
+    for _ in range(ROUNDS):
+        for name, module in modules.items():
             wait()
-        busy = sum(e.self_device_time_total for e in seen.key_averages()) / 1e3
-    return [sorted(times[5:])[10] * 1e3 for times in (done, issued)] + [busy]
+            start = clock()
+            step(module, x)
+            issued = clock()
+            wait()
+            times[name][0].append(1e3 * (clock() - start))
+            times[name][1].append(1e3 * (issued - start))
+    return {name: [sorted(t[5:])[(ROUNDS - 5) // 2] for t in both] for name, both in times.items()}
+
+
+def step(module: nn.Module, x: torch.Tensor) -> None:
+    """Forward and backward."""
+    module.zero_grad()
+    module(x).backward()
+
+
+def busy_ms(module: nn.Module, x: torch.Tensor) -> float:
+    """What the device does in a step, by torch's profiler, which slows what comes after it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        step(module, x)
+        wait()
+    return float(sum(e.self_device_time_total for e in seen.key_averages()) / 1e3)
+
+
+def variants(device: str, size: tuple[int, int], compiled: bool) -> tuple[dict[str, Any], Any]:
+    """The blocks of a size, as they are and optimized, and their input."""
+    torch.manual_seed(0)
+    model, x = Blocks(size[1]).to(device), torch.randn(size, device=device)
+    made: dict[str, Any] = {
+        "eager": model,
+        "graphopt": graphopt.optimize(model, x),
+        "graphopt, fuse='always'": graphopt.optimize(model, x, fuse="always"),
+    }
+    if compiled:
+        made["torch.compile"] = torch.compile(model)
+    return made, x
 
 
 def blocks(device: str, clock: Callable[[], float], compiled: bool) -> list[dict[str, Any]]:
     """Print and return the second table."""
     head = ("rows x columns", "variant", "step ms", "to eager", "issued ms", "device busy ms")
     print(f"\n| {' | '.join(head)} |\n" + "|---" * len(head) + "|")
+    sizes = SIZES if device == "cuda" else SIZES[:1]
+    made = {size: variants(device, size, compiled) for size in sizes}
+    if device == "cpu":
+        launch_nothing()
+    times = {size: turns(modules, x, clock) for size, (modules, x) in made.items()}
     rows = []
-    for size in SIZES if device == "cuda" else SIZES[:1]:
-        torch.manual_seed(0)
-        model = Blocks(size[1]).to(device)
-        x = torch.randn(size, device=device)
-        variants: dict[str, Any] = {
-            "eager": model,
-            "graphopt": graphopt.optimize(model, x),
-            "graphopt, fuse='always'": graphopt.optimize(model, x, fuse="always"),
-        }
-        if device == "cpu":
-            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-            import silent_driver
-
-            silent_driver.install()
-        if compiled:
-            variants["torch.compile"] = torch.compile(model)
-        first_ms = 0.0
-        for name, module in variants.items():
-            times = step_ms(model, lambda module=module, x=x: module(x), clock)
-            first_ms = first_ms or times[0]
+    for size, (modules, x) in made.items():
+        for name, module in modules.items():
+            done, issued = times[size][name]
+            busy = busy_ms(module, x) if device == "cuda" else 0.0
             cells = (
-                f"{size[0]} x {size[1]}", name, f"{times[0]:.2f}", f"{times[0] / first_ms:.2f}",
-                f"{times[1]:.2f}", f"{times[2]:.2f}",
+                f"{size[0]} x {size[1]}", name, f"{done:.2f}",
+                f"{done / times[size]['eager'][0]:.2f}", f"{issued:.2f}", f"{busy:.2f}",
             )  # fmt: skip
             print(f"| {' | '.join(cells)} |", flush=True)
-            rows.append({"size": size, "variant": name, "ms": times})
-        fused = sum(r.kind == "local" for r in variants["graphopt"].rewrites)
-        refused = sorted({r.reason for r in variants["graphopt"].refusals})
+            rows.append({"size": size, "variant": name, "ms": [done, issued, busy]})
+        fused = sum(r.kind == "local" for r in modules["graphopt"].rewrites)
+        refused = sorted({r.reason for r in modules["graphopt"].refusals})
         print(f"({fused} rewrites; {refused[0] if refused else 'nothing refused'})", flush=True)
-        del variants, module, model
-        gc.collect()
     return rows
+
+
+def launch_nothing() -> None:
+    """On the CPU: kernels are compiled and launched into nothing."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+    import silent_driver
+
+    silent_driver.install()
 
 
 def main() -> int:
@@ -248,9 +273,14 @@ def main() -> int:
     if options.device == "cuda":
         print(torch.cuda.get_device_name(), "torch", torch.__version__)
     compiled = options.device == "cuda" and not options.no_compile
-    stepped = blocks(options.device, clock, compiled)
-    called = operators(options.device, clock)
-    parts(options.device, clock)
+    if options.device == "cuda":  # before torch's profiler, which slows what comes after it
+        called = operators(options.device, clock)
+        parts(options.device, clock)
+        stepped = blocks(options.device, clock, compiled)
+    else:
+        stepped = blocks(options.device, clock, compiled)
+        called = operators(options.device, clock)
+        parts(options.device, clock)
     if options.json:
         options.json.write_text(json.dumps({"steps": stepped, "operators": called}, indent=1))
     return 0
