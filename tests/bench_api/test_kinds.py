@@ -126,10 +126,11 @@ def test_the_tables_name_every_kind():
 
 
 def launched():
-    """The Triton functions that graphopt launches: `name[(grid)](...)` in kernels/."""
+    """The Triton functions that graphopt launches: `name[(grid)](...)`, `Launch(name, ...)`."""
     text = "\n".join(p.read_text() for p in (ROOT / "kernels").glob("*.py"))
     made = set(re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", text))
-    return sorted(made & set(re.findall(r"(\w+)\[\(", text)))
+    calls = re.findall(r"(\w+)\[\(|\bLaunch\(\s*(?:\w+\.)?(\w+)", text)
+    return sorted(made & {name for pair in calls for name in pair})
 
 
 def test_every_kernel_of_graphopt_is_fused():
