@@ -24,10 +24,11 @@ from graphopt.options import (
     names_checked,
 )
 from graphopt.passes import Rule
+from graphopt.predicate import Predicate, PredicateJudge
 from graphopt.report.blame import BisectResult, Culprit, RuleTrial, Trial
 from graphopt.report.progress import Step, progress
 from graphopt.report.subgraph import change_of, code_of
-from graphopt.trials import ContractJudge, Judge, Outcome, Predicate, PredicateJudge
+from graphopt.trials import ContractJudge, Judge, Outcome
 
 PROBES = 2
 """Runs on each side of a culprit that check whether the verdict turns just once."""
