@@ -134,17 +134,24 @@ class _Adviser:
         if memory is None and self.on_gpu:
             memory = torch.cuda.get_device_properties(self.device).total_memory
         self.memory = memory
+        self._bodies: dict[str | None, Body] = {}
 
     def tried(self, options: dict[str, Any]) -> _Tried:
         """The body with some options of `optimize`; without any, the captured one as it is."""
-        lower = lowered(self.model, options.get("precision"))
-        with torch.set_grad_enabled(self.backward), lower:
-            body = capture(self.model, self.args, self.kwargs).body
-            body.autocast = autocast_dtypes(ambient())
+        body = self._captured(options.get("precision"))
         if options:
             passes = PassOptions(fuse=options.get("fuse", True))
             body = run_pipeline(body, passes, leading=(MaterializeAutocast(),)).body
         return _Tried(options, body, measure(body, **self._circumstances(body)))
+
+    def _captured(self, precision: str | None) -> Body:
+        """The model's graph, captured once for each precision."""
+        if precision not in self._bodies:
+            with torch.set_grad_enabled(self.backward), lowered(self.model, precision):
+                body = capture(self.model, self.args, self.kwargs).body
+                body.autocast = autocast_dtypes(ambient())
+            self._bodies[precision] = body
+        return self._bodies[precision]
 
     def _circumstances(self, body: Body) -> dict[str, Any]:
         given: dict[str, Any] = {"loss_fn": self.loss_fn, "resident_bytes": self.resident}
