@@ -238,6 +238,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     parser.add_argument("--compare", action="store_true", help="train plain eager beside it")
     parser.add_argument("--json", type=Path, help="write what was seen")
+    parser.add_argument("--plot", type=Path, help="draw the losses there (.svg, .png; matplotlib)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
@@ -245,6 +246,22 @@ def arguments() -> argparse.Namespace:
     if args.resume and not args.checkpoint.exists():
         parser.error(f"{args.checkpoint} does not exist")
     return args
+
+
+def plot(losses: dict[str, list[float]], path: Path) -> None:
+    """Draw the loss of every run by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    figure, axes = plt.subplots(figsize=(6, 3.5), constrained_layout=True)
+    for (name, values), line in zip(losses.items(), ("-", "--"), strict=False):
+        axes.plot(range(1, len(values) + 1), values, line, label=name)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path)
 
 
 def budget(text: str) -> str | float:
@@ -282,6 +299,8 @@ def main() -> None:
     if args.json:
         found = {name: dataclasses.asdict(run) for name, run in runs.items()}
         args.json.write_text(json.dumps(found, indent=1))
+    if args.plot:
+        plot({name: run.losses for name, run in runs.items()}, args.plot)
 
 
 if __name__ == "__main__":
