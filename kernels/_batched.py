@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-_functorch: Any = torch._C._functorch
-is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor
+# The older kind of batches, which `torch.autograd.grad` still makes; private to torch.
+is_batched: Callable[[torch.Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
 _MOST_LEVELS = 64  # torch's own limit of batches inside batches
 
 
