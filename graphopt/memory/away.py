@@ -29,6 +29,9 @@ SWAPS = 80
 GAP = 1.005
 """Between two plans whose peaks are farther apart others are looked for."""
 
+ROUNDS = 3
+"""How often they are, among those found meanwhile, too."""
+
 LEAST_MS = 1e-6
 
 HOST_SHARE = 0.5
@@ -75,10 +78,15 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
     for i in sorted({round(n * last / (count - 1)) for n in range(count)}):
         found += search.beside(points[i])
         found += search.swapped(points[i])
-    front = unbeaten([*points, *found])
-    for loose, tight in itertools.pairwise(front):
-        if tight.away and loose.peak > GAP * tight.peak:
-            found += search.between(loose, tight)
+    tried: set[tuple[Point, Point]] = set()
+    most = search.runs + 150_000 // len(timeline.values)
+    for _ in range(ROUNDS):
+        pairs = set(itertools.pairwise(unbeaten([*points, *found]))) - tried
+        widest = sorted(pairs, key=lambda pair: (-pair[0].peak / pair[1].peak, pair[0].peak))
+        for loose, tight in widest:
+            if tight.away and loose.peak > GAP * tight.peak and search.runs < most:
+                found += search.between(loose, tight)
+        tried |= pairs
     return found
 
 
@@ -95,6 +103,8 @@ class _Offloads:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.room = host_room()
+        self.runs = 0
+        self.pinned = [pinned(m.bytes) for m in timeline.movable]
         self.cost, _ = prices(timeline.values)
         self.norms: dict[int, list[int]] = {}
         for i, v in enumerate(timeline.values):
@@ -110,23 +120,24 @@ class _Offloads:
             return float("inf")
         return self.cost[m.owner] / max(1, m.bytes)
 
-    def _fits(self, away: Choice) -> bool:
-        """Whether the host has the memory for some values."""
-        return sum(pinned(self.timeline.movable[c].bytes) for c in away) <= self.room
+    def _left(self, away: Choice) -> int:
+        """Bytes that the host has beside some values."""
+        return self.room - sum(self.pinned[c] for c in away)
 
     def _run(self, dropped: Choice, away: Choice) -> Outcome:
+        self.runs += 1
         return simulate(self.timeline, dropped, away, levels=True)
 
     def _there(self, at: int, dropped: Choice, away: Choice) -> Iterator[int]:
         """What lies on the device at a step and waits for backward, the dearest first."""
+        left = self._left(away)
         for c in self.order:
             m = self.timeline.movable[c]
             if c in away or m.owner in dropped or m.last_use >= at:
                 continue
-            if not self._fits(away | {c}):
+            if self.pinned[c] > left:
                 continue
-            held = any(r in dropped for r in m.readers)
-            if at < m.unpacks[0] if m.unpacks else held:
+            if at < m.unpacks[0] if m.unpacks else any(r in dropped for r in m.readers):
                 yield c
 
     def beside(self, start: Point) -> list[Point]:
@@ -169,7 +180,7 @@ class _Offloads:
         recomputed = [c for c in self.order if self.timeline.movable[c].owner in dropped]
         for c in recomputed[:SWAPS]:
             owner = self.timeline.movable[c].owner
-            if owner not in dropped or not self._fits(away | {c}):
+            if owner not in dropped or self.pinned[c] > self._left(away):
                 continue
             kept = (dropped - {owner}) | set(self.norms.get(owner, ()))
             moved = self._run(kept, away | {c})
@@ -180,12 +191,40 @@ class _Offloads:
         return [Point(outcome.peak, outcome.ms, dropped, away)]
 
     def between(self, loose: Point, tight: Point) -> list[Point]:
-        """Keep values again that the tighter of two plans computes again, the dearest first."""
+        """Keep values again that the tighter of two plans computes again, the dearest first.
+
+        Where one does not fit, cheaper ones are computed again in its place.
+        """
         point, found = tight, list[Point]()
         order = sorted(tight.dropped, key=lambda i: (-self.cost[i], i))
-        for i in order[:SWAPS]:
-            moved = self._run(point.dropped - {i}, point.away)
-            if moved.peak < loose.peak and moved.ms < point.ms - LEAST_MS:
-                point = Point(moved.peak, moved.ms, point.dropped - {i}, point.away)
+        for i in order[: SWAPS // 2]:
+            moved = self._within(point.dropped - {i}, point.away, loose.peak, i)
+            if moved is not None and moved.ms < point.ms - LEAST_MS:
+                point = moved
                 found.append(point)
         return found
+
+    def _within(self, dropped: Choice, away: Choice, limit: int, kept: int) -> Point | None:
+        """A plan with its peak below a limit, by a few more values that are computed again."""
+        values = self.timeline.values
+        sent = {self.timeline.movable[c].owner for c in away}
+        for _ in range(TRIES):
+            outcome = self._run(dropped, away)
+            if outcome.peak < limit:
+                return Point(outcome.peak, outcome.ms, dropped, away)
+            there = [
+                i
+                for i, v in enumerate(values)
+                if v.why_not is None
+                and v.saved
+                and v.unpacks
+                and v.last_use < outcome.at < v.unpacks[0]
+                and i not in dropped
+                and i != kept
+                and i not in sent
+                and v.part_of not in dropped
+            ]
+            if not there:
+                return None
+            dropped |= {min(there, key=lambda i: (self.cost[i] / values[i].saved, i))}
+        return None
