@@ -98,7 +98,7 @@ def prepare_forward(
     make = maker(x, x.shape, out_dtype)
     if x.numel() == 0:
         return lambda x, bias: make(x)
-    (rows,), count, cols = lay_out(x, flat=bias is None)
+    (rows,), count, cols = lay_out(x, flat=bias is None, copy=False)
     tiles = tile(count, cols, FORWARD_TILE)
     launch = Launch(
         _bias_act_fwd, (tiles.across * tiles.down,),
@@ -139,7 +139,7 @@ def prepare_backward(
             make_dbias(x) if width is None else make_dbias(x).zero_(),
         )
     flat = bias is None and sum_dtype is None
-    (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=flat)
+    (rows_dy, rows_x), count, cols = lay_out(dy, x, flat=flat, copy=False)
     tiles = tile(count, cols, BACKWARD_TILE if sum_dtype is None else SUMMING_TILE)
     parts = tiles.down if sum_dtype is None else summing_parts(tiles, x)
     launch = Launch(

@@ -99,7 +99,7 @@ def prepare_forward(
     if x.numel() == 0:
         return lambda x, *rest: make(x)
     flat = bias is None and _aligned(x, p)
-    views, count, cols = lay_out(x, x if residual is None else residual, flat=flat)
+    views, count, cols = lay_out(x, x if residual is None else residual, flat=flat, copy=False)
     rows_x, rows_residual = views
     tiles = tile(count, cols, FORWARD_TILE)
     launch = Launch(
@@ -129,7 +129,7 @@ def prepare_backward(
         return lambda dy, seed: (
             make_dx(dy), make_dbias(dy).zero_() if summed else make_dbias(dy)
         )  # fmt: skip
-    (rows_dy,), count, cols = lay_out(dy, flat=not summed and _aligned(dy, p))
+    (rows_dy,), count, cols = lay_out(dy, flat=not summed and _aligned(dy, p), copy=False)
     tiles = tile(count, cols, SUMMING_TILE if summed else BACKWARD_TILE)
     parts = summing_parts(tiles, dy) if summed else tiles.down
     launch = Launch(

@@ -66,7 +66,7 @@ def prepare_forward(
     make = maker(gate, gate.shape, out_dtype)
     if gate.numel() == 0:
         return lambda gate, up: make(gate)
-    (rows_gate, rows_up), count, cols = lay_out(gate, up, flat=True)
+    (rows_gate, rows_up), count, cols = lay_out(gate, up, flat=True, copy=False)
     tiles = tile(count, cols, FORWARD_TILE)
     launch = Launch(
         _glu_fwd, (tiles.across * tiles.down,), count, cols, rows_gate.stride, rows_up.stride,
@@ -115,7 +115,7 @@ def prepare_backward_packed(
         return lambda dy, packed: make(packed)
     gate, up = _halves(packed, gate_first)
     # One long row only where the results lie so, too.
-    flat = _halves(make(packed), gate_first)[0].is_contiguous()
+    flat = packed.numel() == packed.shape[-1]  # a single row
     launch = _backward_launch(packed.shape[-1], dy, gate, up, activation, flat=flat)
 
     def write(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *grads: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ def _backward_launch(
     flat: bool,
 ) -> Launch:  # fmt: skip
     """A launch of (dy, gate, up, dgate, dup), both results with rows `stride` elements apart."""
-    (rows_dy, rows_gate, rows_up), count, cols = lay_out(dy, gate, up, flat=flat)
+    (rows_dy, rows_gate, rows_up), count, cols = lay_out(dy, gate, up, flat=flat, copy=False)
     tiles = tile(count, cols, BACKWARD_TILE)
     return Launch(
         _glu_bwd, (tiles.across * tiles.down,),

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -186,12 +186,16 @@ class Rows(NamedTuple):
     stride: int
 
 
-def row_view(tensor: torch.Tensor) -> Rows:
+def row_view(tensor: torch.Tensor, copy: bool = True) -> Rows:
     """See a tensor of any strides as rows, copying only if it must.
 
     No copy if the last dimension is contiguous and the leading ones lie at one stride: slices of
     columns, halves of a chunk, broadcast rows. Everything else is made contiguous. A tensor of no
     dimension is one row of one element.
+
+    Args:
+        tensor: any tensor.
+        copy: False to see where the copy's rows would lie, without making it.
 
     Example:
         >>> half = torch.zeros(3, 8).chunk(2, dim=-1)[1]
@@ -205,8 +209,32 @@ def row_view(tensor: torch.Tensor) -> Rows:
         return Rows(tensor, count, cols, cols)
     stride = _row_stride(tensor)
     if stride is None:
-        return Rows(tensor.contiguous(), count, cols, cols)
+        return Rows(tensor.contiguous() if copy else tensor, count, cols, cols)
     return Rows(tensor, count, cols, stride)
+
+
+def lies_in_rows(tensor: torch.Tensor) -> bool:
+    """Whether `row_view` sees a tensor as rows without a copy.
+
+    Example:
+        >>> lies_in_rows(torch.zeros(3, 8)[:, 2:4]), lies_in_rows(torch.zeros(3, 8).t())
+        (True, False)
+    """
+    return tensor.is_contiguous() or _row_stride(tensor) is not None
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch makes them.
+
+    Example:
+        >>> contiguous_strides((2, 3, 4)), contiguous_strides((2, 0, 4))
+        ((12, 4, 1), (4, 4, 1))
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _row_stride(tensor: torch.Tensor) -> int | None:

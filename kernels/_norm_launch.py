@@ -123,8 +123,8 @@ def prepare_forward(c: Call) -> Run:
 
     The results are contiguous and not empty; sum is written only with a residual.
     """
-    view = row_view(c.x)
-    other = row_view(c.residual) if c.residual is not None else None
+    view = row_view(c.x, copy=False)
+    other = row_view(c.residual, copy=False) if c.residual is not None else None
     limit, factor, drops = _dropout(c.dropout_p, c.seed)
     rows, cols = view.rows, view.cols
     block = max(8, next_power_of_2(cols))
@@ -160,8 +160,8 @@ def prepare_backward(c: BackwardCall) -> Run:
     Those whose dtype the call does not name are not computed. x is the normed tensor: the input,
     or with ``add`` the sum.
     """
-    view, grad = row_view(c.x), row_view(c.dy)
-    extra = row_view(c.dsum) if c.dsum is not None else None
+    view, grad = row_view(c.x, copy=False), row_view(c.dy, copy=False)
+    extra = row_view(c.dsum, copy=False) if c.dsum is not None else None
     rows, cols = view.rows, view.cols
     limit, factor, drops = _dropout(c.dropout_p, c.seed)
     align, strides = _aligned(grad.stride, extra.stride if extra else 0, view.stride)

@@ -184,7 +184,7 @@ def tile(count: int, cols: int, values: int) -> Tiling:
     return Tiling(count, cols, min(values // width, next_power_of_2(count)), width)
 
 
-def lay_out(*tensors: torch.Tensor, flat: bool) -> tuple[list[Rows], int, int]:
+def lay_out(*tensors: torch.Tensor, flat: bool, copy: bool = True) -> tuple[list[Rows], int, int]:
     """The tensors as rows, and the (count, cols) that a kernel walks.
 
     With ``flat``, contiguous tensors become one long row, so that odd widths cost nothing.
@@ -192,8 +192,9 @@ def lay_out(*tensors: torch.Tensor, flat: bool) -> tuple[list[Rows], int, int]:
     Args:
         tensors: tensors of one shape.
         flat: the kernel does not need to know the columns.
+        copy: False to see how copies would lie, without making them.
     """
-    views = [row_view(t) for t in tensors]
+    views = [row_view(t, copy) for t in tensors]
     count, cols = views[0].rows, views[0].cols
     if flat and count > 1 and all(v.stride == cols for v in views):
         total = count * cols

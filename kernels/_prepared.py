@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
-from graphopt.kernels._launch import nothing, on_device, row_view
+from graphopt.kernels._launch import contiguous_strides, lies_in_rows, nothing, on_device
 
 MaybeTensor = torch.Tensor | None
 Run = Callable[..., Any]
+
+_REAL = frozenset({torch.Tensor, torch.nn.Parameter})
 
 MOST = 4096
 """Keys that are kept for an operator; where shapes never repeat, all are forgotten at once."""
@@ -48,8 +50,9 @@ class Prepared:
 
     Args:
         prepare: `prepare(tensors, options)` returns `run(*tensors)`. It may look at the tensors'
-            shapes, strides, dtypes and devices, not at their values or addresses; `run` must keep
-            none of them alive.
+            shapes, strides, dtypes and devices, not at their values or addresses, and allocates
+            nothing on their device, which a prediction of memory would count; `run` must keep none
+            of them alive.
 
     Example:
         >>> double = Prepared(lambda tensors, options: lambda x: options[0] * x)
@@ -101,7 +104,7 @@ def maker(like: torch.Tensor, shape: Any, dtype: torch.dtype) -> Callable[..., t
     if shape is None:
         return lambda given: nothing(dtype, device)
     shape = torch.Size(shape)
-    plain = torch.empty(shape, device="meta").stride()
+    plain = contiguous_strides(shape)
     if like.shape == shape and like.dtype == dtype and like.stride() == plain:
         return torch.empty_like
     # Half the host time of torch.empty.
@@ -119,7 +122,7 @@ def on_rows(write: Run, rows: tuple[MaybeTensor, ...], vectors: tuple[MaybeTenso
     copied = [
         i
         for i, t in enumerate((*rows, *vectors))
-        if t is not None and not (row_view(t).tensor is t if i < len(rows) else t.is_contiguous())
+        if t is not None and not (lies_in_rows(t) if i < len(rows) else t.is_contiguous())
     ]
     if not copied:
         return write
@@ -144,7 +147,7 @@ class Launch:
     """
 
     __slots__ = (
-        "_again", "_device", "_devices", "_head", "_knobs", "_run", "_start", "_streams", "_tail",
+        "_again", "_device", "_devices", "_head", "_knobs", "_start", "_streams", "_tail",
         "constants", "grid", "kernel", "scalars",
     )  # fmt: skip
 
@@ -161,18 +164,18 @@ class Launch:
         if again is None:
             self._first(pointers)
             return
-        if type(self.kernel).run is not self._run:  # a memory prediction, on tensors without values
-            self._by_triton(*pointers)
-            return
         places: list[int | None] = []
         low = 0
         for tensor in pointers:
             if tensor is None:
                 places.append(None)
-            else:
+            elif type(tensor) in _REAL:
                 place = tensor.data_ptr()
                 low |= place
                 places.append(place)
+            else:  # without memory (a prediction's): Triton's launch is replaced, or refuses them
+                self._by_triton(*pointers)
+                return
         device = self._device
         if low & 15 or self._devices() != device or self._watched():
             self._by_triton(*pointers)
@@ -189,7 +192,7 @@ class Launch:
         compiled = self._by_triton(*pointers)
         if not hasattr(compiled, "packed_metadata"):  # the interpreter and predictions give None
             return
-        if any(t is not None and t.data_ptr() % 16 for t in pointers):
+        if any(t is not None and (type(t) not in _REAL or t.data_ptr() % 16) for t in pointers):
             return
         from triton import knobs
         from triton.runtime import driver
@@ -200,7 +203,6 @@ class Launch:
         self._device = next(t.get_device() for t in pointers if t is not None)
         if self._device < 0:  # tensors of another kind of memory: Triton's own device
             self._device = self._devices()
-        self._run = type(self.kernel).run
         self._start = (*self.grid, 1, 1)[:3]
         names = self.kernel.arg_names[len(pointers) + len(self.scalars) :]
         self._tail = (*self.scalars, *(self.constants[name] for name in names))

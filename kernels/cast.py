@@ -24,6 +24,7 @@ import torch
 
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.kernels._batched import for_each_sample, is_batched
+from graphopt.kernels._launch import contiguous_strides
 from graphopt.kernels._library import LIBRARY, define
 from graphopt.kernels._op import Cost, Op, Sample, register
 
@@ -71,7 +72,7 @@ def _places(
     """Elements of the buffer, and where each stack lies in it, with its parts if it has several."""
     at, places = 0, []
     for group in _groups(shapes, stacks):
-        strides = _contiguous(group[0])
+        strides = contiguous_strides(group[0])
         inside, first = [], at
         for shape in group:
             inside.append((tuple(shape), strides, first))
@@ -80,11 +81,6 @@ def _places(
         places.append((stack, tuple(inside) if len(group) > 1 else ()))
         at += -(-(first - at) // step) * step
     return at, tuple(places)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _groups(items: Sequence[Any], stacks: Sequence[int]) -> Iterator[Sequence[Any]]:

@@ -83,8 +83,8 @@ def test_halves_of_a_packed_buffer_are_read_in_place(triton_backend, monkeypatch
     seen = []
     lay_out = _glu_triton.lay_out
 
-    def spy(*tensors, flat):
-        views, count, cols = lay_out(*tensors, flat=flat)
+    def spy(*tensors, **options):
+        views, count, cols = lay_out(*tensors, **options)
         seen.extend(views)
         return views, count, cols
 
