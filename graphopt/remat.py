@@ -27,7 +27,7 @@ from torch import fx
 
 from graphopt.errors import GraphOptError
 from graphopt.graph.calls import Recipe, evaluate
-from graphopt.kernels._overwrite import lend
+from graphopt.kernels._overwrite import lend, offer
 from graphopt.offload import HostCopy, Line, may_leave
 
 _DEVICES = ("cpu", "cuda")  # with an autocast of their own
@@ -93,9 +93,22 @@ def release(name: str) -> None:
         scope.release(name)
 
 
+@fx.node.has_side_effect
+def spend(value: torch.Tensor) -> None:
+    """Let a gradient be written over what autograd keeps of a value, where nobody else reads it."""
+    scope = _LOCAL.scope
+    if scope is not None:
+        scope.spend(value)
+
+
 def is_marker(node: fx.Node) -> bool:
-    """Whether a node marks where a value is dropped, or where its copy is done."""
-    return node.op == "call_function" and node.target in (drop, release)
+    """Whether a node marks where a value is dropped, its copy is done, or it may be spent."""
+    return node.op == "call_function" and node.target in (drop, release, spend)
+
+
+def is_spend(node: fx.Node) -> bool:
+    """Whether a node marks a value over which a gradient may be written."""
+    return node.op == "call_function" and node.target is spend
 
 
 def is_release(node: fx.Node) -> bool:
@@ -215,6 +228,14 @@ class _Scope:
             self._value(ahead).wakes.append(weakref.ref(copy))
         return copy
 
+    def spend(self, tensor: torch.Tensor) -> None:
+        """Mark the handles of a value: backward may have what they hold."""
+        place = _storage_of(tensor)
+        for found in self._handles.get(place, ()) if place is not None else ():
+            handle = found()
+            if handle is not None:
+                handle.spent = True
+
     def release(self, name: str) -> None:
         """Let the device go of a value that was sent."""
         self._run.line.release(name)
@@ -260,13 +281,14 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 class _Handle:
     """What autograd keeps of one saved tensor: the tensor, or a dropped value and a place in it."""
 
-    __slots__ = ("__weakref__", "_layout", "_output", "_tensor", "_value", "_version")
+    __slots__ = ("__weakref__", "_layout", "_output", "_tensor", "_value", "_version", "spent")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # detached: a saved output would keep its own node, and so itself, alive for ever
         self._tensor: torch.Tensor | None = tensor.detach()
         self._version = _version(tensor)
         self._value: _Value | None = None
+        self.spent = False  # whether backward may have the tensor for good
 
     def promise(self, value: _Value, output: int) -> None:
         """Give up the tensor for a value that can be computed again."""
@@ -286,10 +308,25 @@ class _Handle:
         """The tensor, computed again where it was dropped."""
         value = self._value
         if value is None:
-            assert self._tensor is not None
+            if self._tensor is None:
+                raise ModifiedError(
+                    "a tensor that was saved for backward is gone",
+                    why="backward has written its gradient over it, for it was to be the last",
+                    try_="look at it before its node has run, or backward(retain_graph=True)",
+                )
             _check_version(self._tensor, self._version)
+            if self.spent:
+                offer(self._tensor, self)
             return self._tensor
         return value.take(id(self), self._output, self._layout)
+
+    def give(self) -> None:
+        """Let go of the tensor: a gradient is written over it."""
+        self._tensor = None
+
+    def take_back(self, tensor: torch.Tensor) -> None:
+        """It is not."""
+        self._tensor = tensor
 
     def __del__(self) -> None:
         if self._value is not None:

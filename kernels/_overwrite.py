@@ -2,14 +2,16 @@
 
 The gradient of an activation or a gated unit is as large as its operand, and both are there at
 once: often the highest moment of a step. Where the operand was computed again for this one use
-(`graphopt.remat`), its memory can take the gradient.
+(`graphopt.remat`), or will not be asked for again, its memory can take the gradient.
 
-Three things make that safe. The runtime *lends* the tensor: it computed it and has let go of it; a
-second backward computes it anew. The graph says so: only values whose marker has `overwrite=True`
-are lent. And when the kernel is to run, the holders of the tensor and of its memory are counted: a
-hook, a profiler or a tracer that holds it, too, makes one more, and then the gradient gets memory
-of its own. So it does where gradients are recorded (`create_graph=True`), under `torch.func`, in
-forward mode and for tensor subclasses.
+Three things make that safe. The runtime *lends* the tensor: it computed it and has let go of it,
+and a second backward computes it anew; or it *offers* a tensor that was kept, where autograd is
+about to let go of it for good (no `retain_graph`). The graph says so: only values whose marker has
+`overwrite=True`, or that a marker `spend` names, are lent and offered. And when the kernel is to
+run, the holders of the tensor and of its memory are counted: a hook, a profiler or a tracer that
+holds it, too, makes one more, and then the gradient gets memory of its own. So it does where
+gradients are recorded (`create_graph=True`), under `torch.func`, in forward mode and for tensor
+subclasses.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -74,9 +76,20 @@ def overwriting(backward: Any) -> Overwriting | None:
 # ------------------------------------------------------------------------------------ at run time
 
 
+class Keeper(Protocol):
+    """Who holds a tensor for autograd, and offers it."""
+
+    def give(self) -> None:
+        """Let go of the tensor: it is about to be written over."""
+
+    def take_back(self, tensor: torch.Tensor) -> None:
+        """It is not, since others hold it, too."""
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.lent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.offered: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
 
 
 _LOCAL = _Local()
@@ -93,25 +106,44 @@ def lend(tensor: torch.Tensor) -> None:
         _LOCAL.lent[storage._cdata] = storage
 
 
+def offer(tensor: torch.Tensor, keeper: Keeper) -> None:
+    """Let the backward that is about to read a tensor on this thread have it for good.
+
+    Only where autograd lets go of it then: in a backward that neither records nor retains.
+    """
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return
+    autograd: Any = torch._C._autograd
+    if not autograd._get_current_graph_task_keep_graph():
+        _LOCAL.offered[tensor.untyped_storage()._cdata] = keeper
+
+
 def may_overwrite(saved: tuple[Any, ...], index: int, grad: torch.Tensor) -> bool:
     """Whether a backward may write over one of its saved tensors.
 
-    It may once: what was lent is then the caller's.
+    It may once: what was lent or offered is then the caller's.
 
     Args:
         saved: what `ctx.saved_tensors` gave, held by nothing but its caller.
         index: which of them.
         grad: the gradient that is to be written there by way of.
     """
-    lent = _LOCAL.lent
-    if not lent or not (_plain(saved[index]) and _plain(grad)):
+    lent, offered = _LOCAL.lent, _LOCAL.offered
+    if not (lent or offered) or not (_plain(saved[index]) and _plain(grad)):
         return False
     storage = saved[index].untyped_storage()
-    if lent.pop(storage._cdata, None) is not storage:
+    keeper = offered.pop(storage._cdata, None)
+    if lent.pop(storage._cdata, None) is not storage and keeper is None:
         return False
     del storage
+    if keeper is not None:
+        keeper.give()
     watched = forward_ad._current_level >= 0 or _is_functionalizing(_FUNCTIONALIZE)
-    return not watched and saved[index].is_contiguous() and _holders(saved, index) == _SOLE
+    if not watched and saved[index].is_contiguous() and _holders(saved, index) == _SOLE:
+        return True
+    if keeper is not None:
+        keeper.take_back(saved[index])
+    return False
 
 
 def _plain(tensor: Any) -> bool:

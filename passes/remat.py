@@ -23,14 +23,14 @@ from graphopt.graph.record import site_of
 from graphopt.passes.base import Log
 from graphopt.passes.values import (
     Values,
-    is_overwritten,
     items_of,
+    overwriter,
     reasons,
     saved_bytes,
     sources_of,
     value_of,
 )
-from graphopt.remat import drop, is_marker, is_release, release
+from graphopt.remat import drop, is_marker, is_release, release, spend
 
 __all__ = [
     "RecomputeRegions",
@@ -68,6 +68,9 @@ class Trip:
 class Rematerialize:
     """The pass: a marker behind the last use of each value that is dropped.
 
+    Where something is dropped, values that are kept are marked, too, if a gradient may be written
+    over them (`graphopt.remat.spend`).
+
     Attributes:
         recompute: names of values to compute again in backward. Of those that autograd does not
             save, only what the others are computed from gets a marker. A norm that an op returns
@@ -99,11 +102,13 @@ class Rematerialize:
         values = Values.of(body.graph)
         away = _away(self.offload, values)
         chosen = _chosen(self.recompute - self.offload, body)
-        needed = _needed(chosen, away, values, saved_bytes(body))
+        saved = saved_bytes(body)
+        needed = _needed(chosen, away, values, saved)
         if not needed:
             return
         before = copy_graph(body.graph)
         markers = _place(needed, set(away), values)
+        _spend([v for v in values if v.name in saved and v not in needed], set(away), values)
         _send(markers, {t.name: t for t in self.trips}, values.graph)
         log.add_global(self.name, before, body, ())
 
@@ -209,7 +214,7 @@ def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) ->
             kwargs: dict[str, Any] = {"output": part.args[1]} if part is not value else {}
             if part in away:
                 kwargs["host"] = True
-            if is_overwritten(part):
+            if overwriter(part) is not None:
                 kwargs["overwrite"] = True
             place = _behind_items(last[part])
             marker = _insert(drop, args, kwargs, place, after.get(place, place))
@@ -218,6 +223,15 @@ def _place(needed: dict[fx.Node, _Needs], away: set[fx.Node], values: Values) ->
                 sent[value.name] = marker
             held = []
     return sent
+
+
+def _spend(kept: list[fx.Node], away: set[fx.Node], values: Values) -> None:
+    """Mark the kept values over which a gradient may be written when they are asked for last."""
+    for value in kept:
+        for part in values.parts_of(value):
+            reader = overwriter(part)
+            if reader is not None and part not in values.left and part not in away:
+                _insert(spend, (part,), {}, reader, _behind_items(reader))
 
 
 def _insert(

@@ -119,16 +119,19 @@ def value_of(part: fx.Node) -> fx.Node:
     return source if isinstance(source, fx.Node) else part
 
 
-def is_overwritten(part: fx.Node) -> bool:
-    """Whether the last op that asks for a part in backward may write the gradient over it.
+def overwriter(part: fx.Node) -> fx.Node | None:
+    """The op whose backward may write its gradient over a part, None where there is none.
 
-    That is the one that read it first in forward, where none of the others is a view of it.
+    It is the op that asks for the part last in backward: the first that reads it in forward, where
+    no other reader is a view of it.
     """
-    order = [n for n in part.graph.nodes if n in part.users] if len(part.users) > 1 else part.users
+    users = part.users
+    order = [n for n in part.graph.nodes if n in users] if len(users) > 1 else users
     first = next((n for n in order if not is_marker(n)), None)
     if first is None:
-        return False
-    return any(first.args[i] is part for i in operands_of(first.target) if i < len(first.args))
+        return None
+    places = [i for i in operands_of(first.target) if i < len(first.args)]
+    return first if any(first.args[i] is part for i in places) else None
 
 
 # -------------------------------------------------------------------------------------- reasons

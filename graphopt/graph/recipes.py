@@ -14,7 +14,7 @@ from graphopt.errors import PassError
 from graphopt.graph import ops
 from graphopt.graph.calls import Again, Call, Held, Recipe
 from graphopt.offload import fetched
-from graphopt.remat import is_marker, is_release
+from graphopt.remat import is_marker, is_release, is_spend
 
 
 def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
@@ -41,7 +41,7 @@ def recipes(graph: fx.Graph, given: Mapping[str, Any] | None = None) -> dict[str
     held: dict[str, tuple[fx.Node, ...]] = {}
     away: set[str] = set()
     for node in graph.nodes:
-        if is_marker(node) and not is_release(node):
+        if is_marker(node) and not (is_release(node) or is_spend(node)):
             mark = marked(node)
             names[mark.op] = mark.name
             held[mark.name] = held.get(mark.name) or mark.held

@@ -18,7 +18,7 @@ from graphopt.graph import ops
 from graphopt.graph.body import CONSTANTS, Body
 from graphopt.graph.recipes import marked
 from graphopt.graph.record import site_of
-from graphopt.remat import is_marker, is_release
+from graphopt.remat import is_marker, is_release, is_spend
 
 DTYPES = {
     torch.float64: "f64",
@@ -68,7 +68,7 @@ def ir_text(body: Body) -> str:
             lines.append(f"return ({outs})")
             continue
         if is_marker(node):
-            kind = "release" if is_release(node) else "drop"
+            kind = getattr(node.target, "__name__", "drop")
             lines.append(f"{kind}({', '.join(_arguments(node, names))})")
             continue
         names[node] = f"%{len(lines)}"
@@ -217,6 +217,9 @@ def statement(
     if is_release(node):
         name = "*" if hidden else repr(node.args[0])
         return f"remat.release({name})  # in host memory by now"
+    if is_spend(node):
+        (name,) = _arguments(node, names)
+        return f"remat.spend({name})  # its gradient is written over it"
     if is_marker(node):
         parts, op = _arguments(node, names), ops.op_name(marked(node).op.target)
         parts[1] = "*" if hidden else parts[1]  # numbers the values of the whole graph

@@ -20,7 +20,7 @@ from graphopt.memory.simulate import Timeline, Value, needed, simulate
 from graphopt.memory.trips import LATENCY_MS, WIDE, Movable, Times, relaxed
 from graphopt.offload import may_leave
 from graphopt.passes.remat import Trip
-from graphopt.passes.values import Values, is_overwritten, reasons, value_of
+from graphopt.passes.values import Values, overwriter, reasons, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +125,7 @@ class Problem:
             for one in (name, *(i for i in facts.values[name].items if i in alone)):
                 place[one] = len(place)
         reads = _reads(body, place)
+        left = Values.of(body.graph).left
         values = []
         for name in (n for n in place if n in facts.values):
             f = facts.values[name]
@@ -141,7 +142,7 @@ class Problem:
                 transient=f.transient,
                 why_not=why.get(name, "is no value of the graph"),
                 spans=tuple((i.saved_bytes, i.last_use, i.freed) for i in f.items.values()),
-                spare=f.spare if is_overwritten(nodes[name]) else 0,
+                spare=0 if nodes[name] in left or overwriter(nodes[name]) is None else f.spare,
             )
             values.append(whole)
             for item in (i for i in f.items if i in place):

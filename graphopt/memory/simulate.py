@@ -34,8 +34,8 @@ class Value:
         part_of: for one of several results of an op that may be dropped alone, the value of the
             whole op, which counts it too; then nothing is dropped twice. None for all else.
         spans: where results of one op differ in that: (saved bytes, last use, freed) of each.
-        spare: by how much the last step that asks for it is lower where it was made again, since
-            that step then writes its gradient over it.
+        spare: by how much the last step that asks for it is lower in a plan, since it then writes
+            its gradient over it, unless that is held for a recompute.
     """
 
     name: str
@@ -190,16 +190,17 @@ def simulate(
         if release[j] > v.freed and held > 0:
             change[v.freed + 1] += held
             change[release[j] + 1] -= held
+    spent = [i for i in used if values[i].spare and last[i] == values[i].unpacks[-1]]
+    for i, v in enumerate(values):
+        kept = v.spare and i not in chosen and i not in elsewhere and (chosen or away)
+        if kept and release.get(i, -1) < v.unpacks[-1]:
+            spent.append(i)  # it is the gradient from there on
+            change[v.unpacks[-1] + 1] -= v.bytes
+            change[v.freed + 1] += v.bytes
     extra = list(itertools.accumulate(change[: len(timeline.peak)]))
     found = list(map(operator.add, timeline.peak, extra))
-    for i in used:
-        v = values[i]
-        if v.spare and v.unpacks[-1] == last[i]:
-            found[last[i]] -= v.spare
-    for stay in moved.stays:
-        v = values[timeline.movable[stay.value].owner]
-        if v.spare and v.unpacks[-1] == stay.last:
-            found[stay.last] -= v.spare
+    for i in spent:
+        found[values[i].unpacks[-1]] -= values[i].spare
     for step, makes in made.items():
         start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
         found[step] = max(found[step], start + _while_making(values, makes, step, last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -20,7 +21,7 @@ from graphopt.memory.facts import measure
 from graphopt.memory.oracle import predict
 from graphopt.memory.problem import Problem
 from graphopt.memory.simulate import Timeline, Value, simulate
-from graphopt.remat import is_marker
+from graphopt.remat import ModifiedError, is_marker
 
 
 class Gated(nn.Module):
@@ -297,9 +298,95 @@ def test_an_operand_that_others_read(before, written) -> None:
     assert len(written) == (0 if before else 1)
 
 
-def test_what_is_kept_is_not_written_over(written) -> None:
-    opt = dropping(Gated(), lambda names: [n for n in names if "linear" not in n])
-    grads(opt)
+def _but_operands(names: list[str]) -> list[str]:
+    return [n for n in names if "linear" not in n]
+
+
+@functools.cache
+def _keeping(kind: str):
+    return twins(lambda: Gated(kind), _but_operands)
+
+
+@pytest.fixture(params=["packed", "apart", "activation"])
+def keeping(request):
+    """A module that drops nothing, and one that drops all but what gradients are written over."""
+    for module in _keeping(request.param):
+        module.zero_grad()
+    return _keeping(request.param)
+
+
+def test_what_is_kept_is_written_over_too(keeping, written) -> None:
+    plain, opt = keeping
+    assert same(grads(opt), grads(plain))
+    assert len(written) == 2
+    assert python_code(opt.body).count("remat.spend(") == plain.operands
+
+
+def test_what_is_kept_and_asked_for_again_is_not(keeping, written) -> None:
+    plain, opt = keeping
+    wanted = grads(plain)
+    values = x()
+    loss = opt(values).square().sum()
+    leaves = [values, *opt.parameters()]
+    for keep in (True, True, False):
+        found = torch.autograd.grad(loss, leaves, retain_graph=keep, allow_unused=True)
+        assert same([g for g in found if g is not None], wanted)
+        assert len(written) == (0 if keep else 2)
+
+
+def test_what_is_kept_and_nothing_is_dropped_is_not(written) -> None:
+    plain, _ = _keeping("packed")
+    grads(plain)
+    assert not written
+
+
+@pytest.mark.parametrize("when", ["before", "in a hook", "after"])
+def test_who_looks_at_what_is_kept(keeping, written, when) -> None:
+    plain, opt = keeping
+    wanted = grads(plain)
+    values = x()
+    loss = opt(values).square().sum()
+    node = _gated(loss)
+    held: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+
+    def look(*_) -> None:
+        if when == "after":
+            with pytest.raises(ModifiedError, match="saved for backward is gone"):
+                node.saved_tensors  # noqa: B018
+            return
+        held.extend(t for t in node.saved_tensors if t is not None)
+        copies.extend(t.clone() for t in held)
+
+    if when == "before":
+        look()
+    elif when == "in a hook":
+        node.register_prehook(look)
+    else:
+        node.register_hook(look)
+    found = torch.autograd.grad(loss, [values, *opt.parameters()], allow_unused=True)
+    assert same([g for g in found if g is not None], wanted)
+    assert same(held, copies)
+    assert len(written) == (2 if when == "after" else 1)
+
+
+def test_a_write_to_what_is_kept_raises(keeping) -> None:
+    _, opt = keeping
+    loss = opt(x()).square().sum()
+    kept = next(t for t in _gated(loss).saved_tensors if t is not None)
+    kept.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_batched_gradients_of_what_is_kept(keeping, written) -> None:
+    found = []
+    for module in keeping:
+        values = x()
+        y = module(values)
+        sent = torch.stack([torch.ones_like(y), torch.linspace(0, 1, y.numel()).view_as(y)])
+        found.append(torch.autograd.grad(y, values, sent, is_grads_batched=True)[0])
+    assert torch.equal(*found)
     assert not written
 
 
@@ -346,6 +433,12 @@ def test_a_step_is_lower_where_the_gradient_is_written_over() -> None:
     line = Timeline((0, 8, 8, 8), (8, 12, 12, 16), values)
     assert simulate(line, (), levels=True).levels == (8, 12, 12, 16)
     assert simulate(line, {0}, levels=True).levels == (8, 12, 4, 10)
+    other = Value("b", 1, 1, 0, 1, 3, (2,))
+    line = dataclasses.replace(line, values=(*values, other))
+    assert simulate(line, {1}, levels=True).levels == (8, 12, 12, 9)
+    other = dataclasses.replace(other, unpacks=(3,), reads=(0,))
+    line = dataclasses.replace(line, values=(*values, other))
+    assert simulate(line, {1}, levels=True).levels == (8, 12, 11, 16)  # held for b
 
 
 class Wide(nn.Module):

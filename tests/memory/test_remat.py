@@ -33,7 +33,7 @@ from graphopt.graph.text import ir_text, parse
 from graphopt.passes.base import Log
 from graphopt.passes.clean import Clean
 from graphopt.passes.remat import Rematerialize, reasons, saved_bytes, segment_values
-from graphopt.remat import is_marker
+from graphopt.remat import drop, is_marker
 from graphopt.testing.programs import random_program
 
 CASES = [(name, None) for name in MODELS] + [("gpt", "bf16"), ("conv", "bf16")]
@@ -253,7 +253,8 @@ def test_segments_keep_what_crosses_their_borders() -> None:
         assert kept[n] - borders == pytest.approx(sum(saved.values()) / n, rel=0.1)
     assert kept[6] < kept[3] < kept[2]
     work = dropped(body.copy(), segment_values(body, 3))
-    held = {h for n in work.graph.nodes if is_marker(n) for h in marked(n).held}
+    markers = [n for n in work.graph.nodes if n.target is drop]
+    held = {h for n in markers for h in marked(n).held}
     borders = {h.args[0].name for h in held if h.name.startswith("getitem")}
     assert all(h.args[1] == 1 for h in held if h.name.startswith("getitem"))
     assert borders == {"add_layer_norm_default_3", "add_layer_norm_default_7"}
