@@ -264,15 +264,15 @@ def assigned(
 ) -> CaptureError:
     """The error for an attribute that a forward writes (or a variable outside of the model)."""
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"of type {type(value).__name__}"
+    cache = "; for a cache: call the model once, so that it is filled, and then optimize it"
+    cache = cache if isinstance(value, dict | torch.Tensor) else ""
     if buffer:
         return CaptureError(
             f"forward assigns the buffer {name!r} a value of another shape, dtype or device",
             at=at,
             why="a graph writes into the buffer that is there",
-            try_="a buffer that has the shape from the start; or on_error='fallback'",
+            try_=f"a buffer that has the shape from the start{cache}; or on_error='fallback'",
         )
-    cache = "; for a cache: call the model once, so that it is filled, and then optimize it"
-    cache = cache if isinstance(value, dict | torch.Tensor) else ""
     if outside:
         return CaptureError(
             f"forward changes {name!r} ({kind})",

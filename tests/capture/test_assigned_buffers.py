@@ -127,3 +127,17 @@ def test_another_shape_or_dtype_is_refused(does, name, around):
     with pytest.raises(CaptureError, match=f"{name}' a value of another shape"):
         graphopt.optimize(around(source), X)
     assert source._buffers == before
+
+
+def grows(self, x):
+    if self.n.shape[0] < x.shape[-1] + 4:
+        self.n = torch.ones(x.shape[-1] + 4)
+    return x + self.n[: x.shape[-1]]
+
+
+def test_a_cache_that_grew_is_captured_once_it_is_filled():
+    source = Holder(grows)
+    with pytest.raises(CaptureError, match="call the model once"):
+        graphopt.optimize(Around(source), X)
+    expected = source(X)
+    assert torch.equal(graphopt.optimize(Around(source), X)(X), expected)
