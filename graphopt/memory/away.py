@@ -29,9 +29,6 @@ SWAPS = 80
 GAP = 1.005
 """Between two plans whose peaks are farther apart others are looked for."""
 
-ROUNDS = 3
-"""How often they are, among those found meanwhile, too."""
-
 LEAST_MS = 1e-6
 
 HOST_SHARE = 0.5
@@ -80,13 +77,17 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
         found += search.swapped(points[i])
     tried: set[tuple[Point, Point]] = set()
     most = search.runs + 150_000 // len(timeline.values)
-    for _ in range(ROUNDS):
-        pairs = set(itertools.pairwise(unbeaten([*points, *found]))) - tried
-        widest = sorted(pairs, key=lambda pair: (-pair[0].peak / pair[1].peak, pair[0].peak))
-        for loose, tight in widest:
-            if tight.away and loose.peak > GAP * tight.peak and search.runs < most:
-                found += search.between(loose, tight)
-        tried |= pairs
+    while search.runs < most:
+        pairs = [
+            (loose, tight)
+            for loose, tight in itertools.pairwise(unbeaten([*points, *found]))
+            if tight.away and loose.peak > GAP * tight.peak and (loose, tight) not in tried
+        ]
+        if not pairs:
+            break
+        widest = max(pairs, key=lambda pair: (pair[0].peak / pair[1].peak, pair[0].peak))
+        tried.add(widest)
+        found += search.between(*widest)
     return found
 
 
@@ -156,7 +157,8 @@ class _Offloads:
                 moved = self._run(start.dropped, away | {c})
                 gain = outcome.levels[outcome.at] - moved.levels[outcome.at]
                 price = max(0.0, moved.ms - outcome.ms)
-                if gain <= 0 or moved.peak > outcome.peak or (free and price > LEAST_MS):
+                waits = moved.wait_ms > outcome.wait_ms + LEAST_MS
+                if gain <= 0 or moved.peak > outcome.peak or (free and waits):
                     refused.add(c)
                     continue
                 if best is None or price / gain < best[0]:

@@ -84,7 +84,7 @@ class Outcome:
     Attributes:
         peak: the most live bytes of the step.
         at: the step where that is reached first.
-        ms: time of all recomputes, and of waiting for copies.
+        ms: time of all recomputes, of waiting for copies, and by which they slow the step.
         levels: the most live bytes during each step.
         stays: of what goes to host memory.
         wait_ms: time of waiting for its copies.
@@ -205,7 +205,7 @@ def simulate(
         start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
         found[step] = max(found[step], start + _while_making(values, makes, step, last))
     top = max(found)
-    ms = sum(values[i].ms for i in used) + moved.wait_ms
+    ms = sum(values[i].ms for i in used) + moved.wait_ms + moved.toll_ms
     steps = tuple(found) if levels else ()
     return Outcome(top, found.index(top), ms, steps, moved.stays, moved.wait_ms)
 
@@ -218,7 +218,7 @@ def _moved(
 ) -> Traffic:
     """When what goes to host memory is not on the device."""
     if not away:
-        return Traffic((), 0.0)
+        return Traffic((), 0.0, 0.0)
     values = timeline.values
     turns = {step: tuple(values[i].name for i in sorted(makes)) for step, makes in made.items()}
     again = {step: sum(values[i].ms for i in makes) for step, makes in made.items()}

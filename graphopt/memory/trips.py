@@ -19,6 +19,9 @@ MARGIN = 1.25
 WIDE = 1.6
 """By so much, both ways, where there is memory for it: for links that are slower than foreseen."""
 
+TOLL = 0.03
+"""Share of a copy's time by which a step takes longer, though nothing waits. Assumed."""
+
 LATENCY_MS = 0.02
 """Time of a copy beside that of its bytes: the launch, and the link's own."""
 
@@ -92,10 +95,12 @@ class Traffic:
     Attributes:
         stays: one for each value that backward asks for.
         wait_ms: time that the computation waits for copies.
+        toll_ms: by how much it is slower beside them.
     """
 
     stays: tuple[Stay, ...]
     wait_ms: float
+    toll_ms: float
 
 
 def traffic(
@@ -129,7 +134,8 @@ def traffic(
     back = _back(movable, asked, starts, turns, margin)
     in_ms = _waits(movable, asked, starts, back)
     stays = tuple(Stay(c, gone[c], back[c][0], *asked[c], back[c][1]) for c in sorted(asked))
-    return Traffic(stays, out_ms + in_ms)
+    toll = TOLL * 2 * sum(movable[c].copy_ms for c in asked)
+    return Traffic(stays, out_ms + in_ms, toll)
 
 
 def _starts(times: Times, again_ms: Mapping[int, float]) -> list[float]:

@@ -25,7 +25,7 @@ from graphopt.graph.calls import Call, Held, Recipe
 from graphopt.memory import away
 from graphopt.memory.oracle import predict
 from graphopt.memory.simulate import Timeline, Value, simulate
-from graphopt.memory.trips import Movable, Times, relaxed
+from graphopt.memory.trips import TOLL, Movable, Times, relaxed
 from graphopt.offload import HostCopy, Line, fetched
 from graphopt.remat import drop, is_release, scope
 
@@ -339,7 +339,9 @@ def test_it_stays_for_longer_where_there_is_room():
 
 
 def test_what_is_waited_for_costs_time():
-    assert simulate(_line(0.5), (), (0,)).ms == 0.5  # nobody's turn is before its own
+    found = simulate(_line(0.5), (), (0,))
+    assert found.wait_ms == 0.5  # nobody's turn is before its own
+    assert found.ms == pytest.approx(0.5 + 2 * TOLL * 0.5)
     # "a" comes in b's turn; b's own copies are waited for on both ways
     assert simulate(_line(0.5), (), (0, 1)).wait_ms == pytest.approx(1.0)
     assert simulate(_line(3.0), (), (0, 1)).wait_ms > 3.0

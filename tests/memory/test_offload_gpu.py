@@ -252,7 +252,8 @@ def test_training_with_a_scaler_and_dropout():
     least = lowest(copy.deepcopy(model).cuda(), ids, "auto", **options).lowest_bytes
     for budget in ({}, {"memory_budget": int(1.02 * least), "offload": "auto"}):
         twin = copy.deepcopy(model).cuda()
-        opt = graphopt.optimize(twin, ids, **options, **budget)
+        more = {**options, **budget} if budget else {"precision": "fp16"}
+        opt = graphopt.optimize(twin, ids, **more)
         scaler = torch.amp.GradScaler("cuda")
         sgd = torch.optim.SGD(opt.parameters(), lr=0.1)
         torch.manual_seed(3)
