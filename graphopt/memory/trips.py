@@ -19,6 +19,9 @@ MARGIN = 1.25
 WIDE = 1.6
 """By so much, both ways, where there is memory for it: for links that are slower than foreseen."""
 
+BELOW = 0.98
+"""Up to that share of the peak: beside it, the replay of a step is a little off."""
+
 TOLL = 0.03
 """Share of a copy's time by which a step takes longer, though nothing waits. Assumed."""
 
@@ -220,7 +223,7 @@ def relaxed(
         levels: the most bytes alive during each step.
     """
     ends = list(itertools.accumulate(times.ms[: times.forward]))
-    live, peak = list(levels), max(levels)
+    live, most = list(levels), int(BELOW * max(levels))
     found = {}
     free = busy = 0.0
     for stay in sorted(stays, key=lambda s: (movable[s.value].last_use, s.value)):
@@ -232,7 +235,7 @@ def relaxed(
         while (
             gone + 1 < times.forward
             and ends[gone] < busy + WIDE * (free - busy)
-            and live[gone + 1] + m.bytes <= peak
+            and live[gone + 1] + m.bytes <= most
         ):
             gone += 1
             live[gone] += m.bytes
@@ -240,7 +243,7 @@ def relaxed(
     for other in early:
         stay, size = found[other.value], movable[other.value].bytes
         steps = range(other.back, stay.back)
-        if steps and all(live[s] + size <= peak for s in steps):
+        if steps and all(live[s] + size <= most for s in steps):
             for s in steps:
                 live[s] += size
             found[other.value] = dataclasses.replace(stay, back=other.back, ahead=other.ahead)
