@@ -64,7 +64,7 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
 
     Args:
         timeline: the step without a plan, with what may go.
-        points: plans from loose to tight.
+        points: plans from loose to tight; between two of them others are looked for, too.
     """
     if not timeline.movable or not points:
         return []
@@ -75,6 +75,8 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
     for i in sorted({round(n * last / (count - 1)) for n in range(count)}):
         found += search.beside(points[i])
         found += search.swapped(points[i])
+    if len(points) == 1:
+        return found
     tried: set[tuple[Point, Point]] = set()
     most = search.runs + 150_000 // len(timeline.values)
     while search.runs < most:

@@ -23,7 +23,7 @@ from graphopt.memory.facts import measure
 from graphopt.memory.oracle import Prediction, predict
 from graphopt.memory.problem import CurvePoint, Problem
 from graphopt.memory.result import MemoryPlan, by_module, spread
-from graphopt.memory.search import Choice, pareto
+from graphopt.memory.search import Choice, Point, pareto
 from graphopt.memory.simulate import compressed, needed
 from graphopt.passes.base import LOW, Log
 from graphopt.passes.chunked_loss import ChunkLoss
@@ -216,7 +216,7 @@ def plan(
     lowest = found.prediction
     if lowest.peak_bytes > limit:
         peaks = lowest.peak_bytes, plain.peak_bytes
-        reach = asked.lowest(routes) if linked and not options.offload else None
+        reach = asked.lowest(plans) if linked and not options.offload else None
         raise unreachable(
             budget, limit, *peaks, lowest.live, resident=resident, low=low, offloaded=reach
         )
@@ -308,10 +308,21 @@ class _Asked:
                 kept.append(choice)
         return kept
 
-    def lowest(self, routes: Sequence[_Route]) -> int:
-        """The smallest peak that can be had with values in host memory."""
-        body, _ = self.applied(self.plans(routes, offload=True)[-1])
-        return self.predicted(body).peak_bytes
+    def lowest(self, plans: Sequence[_Choice]) -> int:
+        """About the smallest peak that can be had with values in host memory, too.
+
+        Args:
+            plans: without, from loose to tight.
+        """
+        found = [
+            _Choice(c.route, p.peak, p.ms, p.dropped, p.away)
+            for c in plans[-2:]
+            for p in with_offloads(
+                compressed(c.route.problem.timeline), [Point(c.peak, c.ms, c.dropped)]
+            )
+        ]
+        lowest = min([*plans[-1:], *found], key=lambda c: c.peak)
+        return self.predicted(self.applied(lowest)[0]).peak_bytes
 
     def routes(self, plain: Prediction) -> list[_Route]:
         """The body as it is, and with its loss in chunks where it has one that can be."""
