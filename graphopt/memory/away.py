@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from graphopt.memory.search import Choice, Point, prices
-from graphopt.memory.simulate import Outcome, Timeline, simulate
+from graphopt.memory.simulate import Outcome, Timeline, recomputes, simulate
 
 STARTS = 24
 """From how many plans values are sent; from fewer where a replay takes long."""
@@ -25,6 +25,9 @@ TRIES = 4
 
 SWAPS = 80
 """For how many recomputed values of a plan it is tried to send them instead."""
+
+REPLAYS = 120_000
+"""How many replays, times the values of each, look for plans between others."""
 
 GAP = 1.005
 """Between two plans whose peaks are farther apart others are looked for."""
@@ -59,17 +62,20 @@ def host_room() -> int:
     return int(HOST_SHARE * min(memory, int(said) if said.isdigit() else memory))
 
 
-def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
+def with_offloads(
+    timeline: Timeline, points: Sequence[Point], *, share: float = 1.0
+) -> list[Point]:
     """Plans that keep values in host memory, found from some that do not.
 
     Args:
         timeline: the step without a plan, with what may go.
         points: plans from loose to tight; between two of them others are looked for, too.
+        share: of the work that is done at most.
     """
     if not timeline.movable or not points:
         return []
     search = _Offloads(timeline)
-    count = max(10, min(STARTS, 3000 // len(timeline.values)))
+    count = max(4, round(share * max(10, min(STARTS, 3000 // len(timeline.values)))))
     last = len(points) - 1
     found: list[Point] = []
     for i in sorted({round(n * last / (count - 1)) for n in range(count)}):
@@ -78,7 +84,7 @@ def with_offloads(timeline: Timeline, points: Sequence[Point]) -> list[Point]:
     if len(points) == 1:
         return found
     tried: set[tuple[Point, Point]] = set()
-    most = search.runs + 150_000 // len(timeline.values)
+    most = search.runs + round(share * REPLAYS / len(timeline.values))
     while search.runs < most:
         pairs = [
             (loose, tight)
@@ -107,6 +113,7 @@ class _Offloads:
         self.timeline = timeline
         self.room = host_room()
         self.runs = 0
+        self._again = frozenset[int](), recomputes(timeline, ())
         self.pinned = [pinned(m.bytes) for m in timeline.movable]
         self.cost, _ = prices(timeline.values)
         self.norms: dict[int, list[int]] = {}
@@ -129,7 +136,11 @@ class _Offloads:
 
     def _run(self, dropped: Choice, away: Choice) -> Outcome:
         self.runs += 1
-        return simulate(self.timeline, dropped, away, levels=True)
+        known, again = self._again
+        if known != dropped:
+            again = recomputes(self.timeline, dropped)
+            self._again = dropped, again
+        return simulate(self.timeline, dropped, away, levels=True, again=again)
 
     def _there(self, at: int, dropped: Choice, away: Choice) -> Iterator[int]:
         """What lies on the device at a step and waits for backward, the dearest first."""

@@ -297,16 +297,18 @@ class _Asked:
         """The plans that no other beats, on all routes, from loose to tight."""
         found = []
         for route in routes:
-            line = route.problem.timeline
-            points = pareto(compressed(dataclasses.replace(line, movable=())))
-            if offload:
-                points = [*points, *with_offloads(compressed(line), points)]
-            found += [_Choice(route, p.peak, p.ms + route.ms, p.dropped, p.away) for p in points]
-        kept: list[_Choice] = []
-        for choice in sorted(found, key=lambda c: (c.ms, c.peak)):
-            if not kept or choice.peak < kept[-1].peak:
-                kept.append(choice)
-        return kept
+            points = pareto(compressed(dataclasses.replace(route.problem.timeline, movable=())))
+            found += [_Choice(route, p.peak, p.ms + route.ms, p.dropped) for p in points]
+        kept = _unbeaten(found)
+        if not offload:
+            return kept
+        found = list(kept)
+        for route in routes:
+            own = [Point(c.peak, c.ms - route.ms, c.dropped) for c in kept if c.route is route]
+            line = compressed(route.problem.timeline)
+            more = with_offloads(line, own, share=len(own) / len(kept))
+            found += [_Choice(route, p.peak, p.ms + route.ms, p.dropped, p.away) for p in more]
+        return _unbeaten(found)
 
     def lowest(self, plans: Sequence[_Choice]) -> int:
         """About the smallest peak that can be had with values in host memory, too.
@@ -473,6 +475,15 @@ class _Asked:
             loss=plain.loss,
             device=found.device,
         )
+
+
+def _unbeaten(choices: Iterable[_Choice]) -> list[_Choice]:
+    """The plans that none of the others beats in both peak and time, from loose to tight."""
+    kept: list[_Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.ms, c.peak)):
+        if not kept or choice.peak < kept[-1].peak:
+            kept.append(choice)
+    return kept
 
 
 def _first(points: Sequence[_Choice], limit: int) -> int:

@@ -128,6 +128,7 @@ def simulate(
     *,
     levels: bool = False,
     margin: float = MARGIN,
+    again: Recomputes | None = None,
 ) -> Outcome:
     """Replay a step in which some values are dropped after the forward's last use of them.
 
@@ -143,10 +144,67 @@ def simulate(
         away: positions in `timeline.movable` of what goes to host memory.
         levels: whether the outcome lists the bytes at each step.
         margin: see `trips.traffic`.
+        again: what `recomputes` gave for the same, where that is there.
 
     Returns:
         The outcome; `ms` is zero and `peak` the timeline's own for an empty plan.
     """
+    values = timeline.values
+    if again is None:
+        again = recomputes(timeline, dropped)
+    change, release, last = list(again.change), again.release, again.last
+    moved = _moved(timeline, away, again.made, margin)
+    elsewhere = _leave(change, timeline.movable, moved)
+    for j in release.keys() - again.chosen:
+        v = values[j]
+        held = v.bytes - elsewhere.get(j, 0)
+        if release[j] > v.freed and held > 0:
+            change[v.freed + 1] += held
+            change[release[j] + 1] -= held
+    spent = [i for i in again.chosen if values[i].spare and last[i] == values[i].unpacks[-1]]
+    for i, v in enumerate(values):
+        kept = v.spare and i not in again.chosen and i not in elsewhere and (again.chosen or away)
+        if kept and release.get(i, -1) < v.unpacks[-1]:
+            spent.append(i)  # it is the gradient from there on
+            change[v.unpacks[-1] + 1] -= v.bytes
+            change[v.freed + 1] += v.bytes
+    extra = list(itertools.accumulate(change[: len(timeline.peak)]))
+    found = list(map(operator.add, timeline.peak, extra))
+    for i in spent:
+        found[values[i].unpacks[-1]] -= values[i].spare
+    for step, most in again.making.items():
+        found[step] = max(found[step], timeline.before[step] + extra[step] + most)
+    top = max(found)
+    ms = again.ms + moved.wait_ms + moved.toll_ms
+    steps = tuple(found) if levels else ()
+    return Outcome(top, found.index(top), ms, steps, moved.stays, moved.wait_ms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputes:
+    """What a plan computes again, and when.
+
+    Attributes:
+        chosen: the values.
+        made: step -> those that are made again in it, in order.
+        last: value -> the last step that reads it.
+        release: value that a recompute reads -> the last step for which it is held.
+        change: by how much the bytes alive change as each step begins.
+        making: step that makes some -> the most bytes meanwhile above those at its start.
+        ms: time of all.
+    """
+
+    chosen: set[int]
+    made: dict[int, list[int]]
+    last: dict[int, int]
+    release: dict[int, int]
+    change: list[int]
+    making: dict[int, int]
+    ms: float
+
+
+def recomputes(timeline: Timeline, dropped: Collection[int]) -> Recomputes:
+    """What a plan computes again; arguments as of `simulate`."""
     values = timeline.values
     chosen = needed(timeline, dropped) if dropped else set()
     used = sorted(chosen)
@@ -182,32 +240,12 @@ def simulate(
             stays[first[i]] = stays.get(first[i], 0) + v.bytes
         if not asked and last[i] > first[i]:
             ends[last[i]] = ends.get(last[i], 0) + v.bytes
-    moved = _moved(timeline, away, made, margin)
-    elsewhere = _leave(change, timeline.movable, moved)
-    for j in release.keys() - chosen:
-        v = values[j]
-        held = v.bytes - elsewhere.get(j, 0)
-        if release[j] > v.freed and held > 0:
-            change[v.freed + 1] += held
-            change[release[j] + 1] -= held
-    spent = [i for i in used if values[i].spare and last[i] == values[i].unpacks[-1]]
-    for i, v in enumerate(values):
-        kept = v.spare and i not in chosen and i not in elsewhere and (chosen or away)
-        if kept and release.get(i, -1) < v.unpacks[-1]:
-            spent.append(i)  # it is the gradient from there on
-            change[v.unpacks[-1] + 1] -= v.bytes
-            change[v.freed + 1] += v.bytes
-    extra = list(itertools.accumulate(change[: len(timeline.peak)]))
-    found = list(map(operator.add, timeline.peak, extra))
-    for i in spent:
-        found[values[i].unpacks[-1]] -= values[i].spare
-    for step, makes in made.items():
-        start = timeline.before[step] + extra[step] - stays.get(step, 0) + ends.get(step, 0)
-        found[step] = max(found[step], start + _while_making(values, makes, step, last))
-    top = max(found)
-    ms = sum(values[i].ms for i in used) + moved.wait_ms + moved.toll_ms
-    steps = tuple(found) if levels else ()
-    return Outcome(top, found.index(top), ms, steps, moved.stays, moved.wait_ms)
+    making = {
+        step: _while_making(values, makes, step, last) - stays.get(step, 0) + ends.get(step, 0)
+        for step, makes in made.items()
+    }
+    ms = sum(values[i].ms for i in used)
+    return Recomputes(chosen, made, last, release, change, making, ms)
 
 
 def _moved(
