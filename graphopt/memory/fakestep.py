@@ -169,25 +169,25 @@ class Recorder:
         self._watch = watch
         self._launch = launching_nothing if inside and only == "cuda" else contextlib.nullcontext
         self.inside = Inside(torch.device(device), real=inside)
-        self._inner = Inner(account)
+        self.inner = Inner(account)
         self.expanded = expanded if inside else None
         sole()  # what it counts is found outside of the modes
         self.tracker = StorageTracker(
             512 if self.inside.device.type == "cuda" else None,
             where=self.label,
             watch=self._dispatched,
-            within=self._inner.within if inside else None,
+            within=self.inner.within if inside else None,
             only=only,
             takes_over=takes_over,
         )
-        self._inner.tracker = self.tracker
+        self.inner.tracker = self.tracker
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         backward = self.labels.in_backward()
         label = self.label()
         self.inside.add(self.tracker, label, backward, (func, args, kwargs, out))
         if func.namespace == "graphopt":
-            self._inner.done(label, func, args, kwargs, out)
+            self.inner.done(label, func, args, kwargs, out)
         if self._watch is not None:
             self._watch(func, args, kwargs, out)
 
@@ -277,7 +277,7 @@ class Recorder:
             )
         for made in gradients:
             made.kind = "gradients"
-        unknown = tuple(sorted(self.inside.unknown | self._inner.unknown))
+        unknown = tuple(sorted(self.inside.unknown | self.inner.unknown))
         return FakeStep(tracker, start, forward_end, loss_end, said, gradients, unknown)
 
 

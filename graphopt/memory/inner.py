@@ -43,11 +43,13 @@ class Inner:
     Attributes:
         tracker: the record.
         unknown: operators that could not be followed inside.
+        added: what the operations inside the last operator added to the account.
     """
 
     def __init__(self, account: Account | None) -> None:
         self.tracker: StorageTracker | None = None
         self.unknown: set[str] = set()
+        self.added: tuple[float, ...] = ()
         self._account = account
         # call -> (bytes inside, additions to the account); None: to be followed each time
         self._known: dict[Any, tuple[int, tuple[float, ...]] | None] = {}
@@ -78,16 +80,17 @@ class Inner:
 
     def done(self, label: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """After an operation: learn what it held inside, or add what is known of it."""
+        self.added = ()
         if expanded(func, args, kwargs) is None:
             return
         assert self.tracker is not None
         key = None if launches(func, args) else _key(func, args, kwargs)
         if self._open and self._open[-1][0] == key:
             _, event, first, before = self._open.pop()
+            self.added = tuple(b - a for a, b in zip(before, self._total(), strict=True))
             if key is not None and key not in self._known:
                 same = _layout(func(*args, **kwargs), args) == _layout(out, args)
-                added = tuple(b - a for a, b in zip(before, self._total(), strict=True))
-                self._known[key] = (self._inside(event, first), added) if same else None
+                self._known[key] = (self._inside(event, first), self.added) if same else None
             return
         known = self._known.get(key)
         if known is None:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphopt.cost.dispatched import dispatched_cost
+from graphopt.cost.ops import Cost
 from graphopt.cost.roofline import Rates
 from graphopt.kernels._library import launches
 from graphopt.kernels._overwrite import Overwriting, overwriting
@@ -82,6 +83,10 @@ class Watcher:
         if func.namespace == "graphopt" and not launches(func, args):
             return  # plain torch: its operations came here one by one
         cost = dispatched_cost(func, args, kwargs, out)
+        if func.namespace == "graphopt" and self.recorder.inner.added:
+            # products inside it, of a linear layer say, came here by themselves
+            moved, flops, _ = self.recorder.inner.added
+            cost = Cost(max(0, cost.bytes - int(moved)), max(0, cost.flops - int(flops)))
         # products are of the narrowest: what they are added to (addmm) may be wider
         floats = [t.dtype for t in storages_of(args) if t.is_floating_point()]
         dtype = min(floats, key=lambda d: d.itemsize, default=None)

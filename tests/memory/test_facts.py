@@ -134,3 +134,25 @@ def test_a_product_is_as_fast_as_its_operands_are_narrow():
     total, a = torch.empty(64, 64), torch.empty(64, 64, dtype=torch.bfloat16)
     watcher.dispatched(torch.ops.aten.addmm.default, (total, a, a), {}, total.clone())
     assert watcher.marks[0].ms == pytest.approx(2 * 64**3 / 1e10)
+
+
+def test_a_product_inside_an_operator_counts_once(monkeypatch):
+    """`linear_rope` launches a kernel beside its product, which torch runs."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(48, 32))
+
+        def forward(self, x, table):
+            parts = torch.ops.graphopt.linear_rope(
+                x, self.weight, None, table, table, [16, 16, 16], False
+            )
+            return sum(p.sum() for p in parts)
+
+    monkeypatch.setattr("graphopt.memory.watcher.launches", lambda func, args: True)
+    given = torch.ones(2, 64, 32), torch.ones(64, 8)
+    body = graphopt.optimize(Turned(), given, fuse=False).body
+    made = measure(body, rates=RATES).values["linear_rope"]
+    product = 2 * 2 * 64 * 48 * 32
+    assert product <= made.cost.flops < 1.5 * product
