@@ -49,7 +49,11 @@ def pinned(size: int) -> int:
 
 
 def host_room() -> int:
-    """Bytes of host memory that may be pinned: a share of the machine's, or of the container's."""
+    """Bytes of host memory that this process may pin.
+
+    A share of the machine's, or of the container's, divided among the processes that torchrun says
+    there are on the machine.
+    """
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not a system that tells
@@ -59,7 +63,9 @@ def host_room() -> int:
             said = file.read().strip()
     except OSError:
         said = "max"
-    return int(HOST_SHARE * min(memory, int(said) if said.isdigit() else memory))
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = HOST_SHARE / max(1, int(processes) if processes.isdigit() else 1)
+    return int(share * min(memory, int(said) if said.isdigit() else memory))
 
 
 def with_offloads(

@@ -285,6 +285,13 @@ def test_it_is_proved(opt):
     assert graphopt.verify(opt, X).passed
 
 
+def test_the_processes_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = away.host_room()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert away.host_room() == alone // 4
+
+
 def test_the_host_has_room_for_it(linked, monkeypatch):
     monkeypatch.setattr(away, "host_room", lambda: 2**17)
     found = optimized(blocks()).memory_plan
