@@ -334,6 +334,36 @@ def test_what_is_kept_and_asked_for_again_is_not(keeping, written) -> None:
         assert len(written) == (0 if keep else 2)
 
 
+def _sums(names: list[str]) -> list[str]:
+    return [n for n in names if n.startswith("add")]
+
+
+def test_what_nothing_else_holds_is_kept_for_a_backward_to_come(written) -> None:
+    plain, opt = twins(Gated, _sums)
+    wanted = grads(plain)
+    values = x()
+    loss = opt(values).square().sum()
+    leaves = [values, *opt.parameters()]
+    for keep in (True, True, False):
+        found = torch.autograd.grad(loss, leaves, retain_graph=keep, allow_unused=True)
+        assert same([g for g in found if g is not None], wanted)
+        assert len(written) == (0 if keep else 2)
+
+
+def test_what_others_hold_stays_autograds(keeping, written) -> None:
+    _, opt = keeping
+    loss = opt(x()).square().sum()
+    node = _gated(loss)
+    held: list[torch.Tensor] = []
+    again: list[torch.Tensor] = []
+    node.register_prehook(lambda _: held.extend(t for t in node.saved_tensors if t is not None))
+    node.register_hook(lambda *_: again.extend(t for t in node.saved_tensors if t is not None))
+    loss.backward()
+    assert len(written) == 1
+    assert held
+    assert same(again, held)
+
+
 def test_what_is_kept_and_nothing_is_dropped_is_not(written) -> None:
     plain, _ = _keeping("packed")
     grads(plain)
