@@ -291,7 +291,7 @@ class _Adviser:
 
 def _room(memory: int | str | None) -> int | None:
     """Bytes of device memory from what a user wrote."""
-    asked = check_budget(memory, "memory")
+    asked = check_budget(memory, "memory", None)
     if asked is not None and asked.size is None:
         raise OptionError(f"memory is {memory!r}", try_="a number of bytes, or '40GiB'")
     return None if asked is None else asked.size

@@ -158,7 +158,7 @@ def fit(
 
 def _limit(model: nn.Module, budget: Any) -> int:
     """The budget in bytes."""
-    asked = check_budget(budget, "budget")
+    asked = check_budget(budget, "budget", "the memory of the model's GPU")
     if asked is None:
         raise OptionError("budget is None", try_="bytes, '12GiB', or on a GPU a fraction of it")
     if asked.size is not None:

@@ -30,7 +30,8 @@ LEAST = 1024
 """The smallest number of bytes that is taken for a budget: less is meant as something else."""
 
 _BYTES = "a number of bytes, '12GiB' or '900MB'"
-_FORMS = f"{_BYTES}, or a fraction of the unoptimized peak such as 0.5"
+SHARE = "the peak without a plan"
+"""What a fraction is one of, unless said otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +65,19 @@ class Budget:
         return "1.0" if self.fraction == 1.0 else f"{self.fraction:g}"
 
 
-def check_budget(budget: Any, name: str = "memory_budget") -> Budget | None:
+def _forms(share: str | None) -> str:
+    return f"{_BYTES}, or a fraction of {share} such as 0.5" if share else _BYTES
+
+
+def check_budget(
+    budget: Any, name: str = "memory_budget", share: str | None = SHARE
+) -> Budget | None:
     """A budget from what a user wrote; None for none.
 
     Args:
         budget: a number of bytes, a text with a unit, or a fraction in (0, 1] as a float.
         name: of the option, for messages.
+        share: what a fraction is one of, for messages; None where only bytes are meant.
 
     Raises:
         OptionError: for anything else.
@@ -81,36 +89,40 @@ def check_budget(budget: Any, name: str = "memory_budget") -> Budget | None:
     if budget is None:
         return None
     if isinstance(budget, str):
-        return Budget(size=_parsed(budget, name))
+        return Budget(size=_parsed(budget, name, share))
+    forms = _forms(share)
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
-        raise OptionError(f"{name} is {budget!r}"[:100], try_=_FORMS)
+        raise OptionError(f"{name} is {budget!r}"[:100], try_=forms)
     if isinstance(budget, numbers.Integral):
         count = operator.index(budget)
         if count < LEAST:
-            cure = "1.0 for the peak without a plan, '1GiB' for bytes" if count == 1 else _FORMS
+            cure = f"1.0 for {share}, '1GiB' for bytes" if count == 1 and share else forms
             raise OptionError(f"{name} is {count} byte{'s' * (count != 1)}", why=_LITTLE, try_=cure)
         return Budget(size=count)
-    share = float(budget)
-    if not 0.0 < share <= 1.0:
-        cure = f"{int(share)}, a whole number of bytes" if LEAST <= share < math.inf else _FORMS
-        why = "a float is a fraction of the peak without a plan: above 0, and up to 1"
+    given = float(budget)
+    if not 0.0 < given <= 1.0:
+        cure = f"{int(given)}, a whole number of bytes" if LEAST <= given < math.inf else forms
+        why = f"a float is a fraction of {share}: above 0, and up to 1" if share else None
         raise OptionError(f"{name} is {budget!r}", why=why, try_=cure)
-    return Budget(fraction=share)
+    return Budget(fraction=given)
 
 
 _LITTLE = "no step fits into that; a whole number is a number of bytes"
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def _parsed(text: str, name: str, forms: str = _FORMS) -> int:
+def _parsed(text: str, name: str, share: str | None = None) -> int:
+    forms = _forms(share)
     found = _TEXT.fullmatch(text)
     unit = found[2].lower() if found else ""
     if found is None or unit not in UNITS:
         cure, why = forms, "it is no number with a unit"
-        if text.strip().endswith("%") and forms == _FORMS:
-            cure = "a fraction of the peak without a plan as a float: 0.5 for 50%"
+        if text.strip().endswith("%") and share:
+            cure = f"a fraction of {share} as a float: 0.5 for 50%"
         elif found and not unit:
             cure, why = f"'{found[1]}B' for bytes, '{found[1]}GiB' for GiB", "it has no unit"
+            if share and 0.0 < float(found[1]) <= 1.0:
+                cure = f"{float(found[1]):g}, a float, for that part of {share}; '{found[1]}GiB'"
         elif found:
             why = "the unit is not known"
             if f"{unit}ib" in UNITS:
@@ -130,7 +142,7 @@ def check_resident(count: Any) -> int:
         OptionError: for anything but a number of bytes from 0, or a text with a unit.
     """
     if isinstance(count, str):
-        return _parsed(count, "resident_bytes", _BYTES)
+        return _parsed(count, "resident_bytes")
     whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
     if not whole or count < 0:
         raise OptionError(
@@ -185,7 +197,7 @@ def unreachable(
         f"memory_budget={asked} ({shown(limit)}{same}) cannot be kept:"
         f" the smallest peak is {shown(lowest)}",
         at=next((f"{h.site}" for h in named if h.site.file and h.kind != "parameters"), None),
-        why=f"there these are alive:{held}{rest}",
+        why=f"there these are alive:{held}{rest}" if held else None,
         try_=", ".join(cures) + ("" if low else ", precision='bf16'"),
     )
     error.lowest_bytes = lowest

@@ -293,6 +293,10 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
+class NoGradientError(OptionError):
+    """A step is asked for of a forward whose result requires no gradient."""
+
+
 def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]]:
     """What the backward begins from, in words and as tensors."""
     if loss_fn is not None:
@@ -316,9 +320,11 @@ def _roots(result: Any, loss_fn: LossFn | None) -> tuple[str, list[torch.Tensor]
     if scalar is not None:
         return OWN_LOSS, [scalar]
     if not floating:
-        raise OptionError(
+        raise NoGradientError(
             "nothing that forward returns requires a gradient",
-            try_="train=False, for the forward alone",
+            why="no parameter and no input that it comes from does",
+            try_="parameters with requires_grad=True; or the forward alone (train=False, on the "
+            "command line --no-train, or --mode eval for advise)",
         )
     return NO_LOSS, floating
 

@@ -20,6 +20,7 @@ from graphopt.kernels.linear_cross_entropy import CHUNK_BYTES
 from graphopt.memory.away import with_offloads
 from graphopt.memory.budget import Budget, check_budget, check_resident, unreachable
 from graphopt.memory.facts import measure
+from graphopt.memory.fakestep import NoGradientError
 from graphopt.memory.oracle import Prediction, predict
 from graphopt.memory.problem import CurvePoint, Problem
 from graphopt.memory.result import MemoryPlan, by_module, spread
@@ -175,8 +176,9 @@ def plan(
 ) -> Planned:
     """Plan a body so that its predicted peak stays within a budget, in the least extra time.
 
-    A body that was captured without gradients is only checked, and not against a fraction of its
-    own peak: nothing waits for a backward in it, so nothing brings that down.
+    A body that was captured without gradients, or whose parameters are all frozen, is only checked,
+    and not against a fraction of its own peak: nothing waits for a backward in it, so nothing
+    brings that down.
 
     Args:
         body: a body after the passes; it stays as it is.
@@ -188,6 +190,17 @@ def plan(
     Raises:
         BudgetError: where no plan keeps the budget.
     """
+    try:
+        return _plan(body, options, offset, limits)
+    except NoGradientError:
+        forward = body.copy()
+        forward.grad = False
+        return dataclasses.replace(_plan(forward, options, offset, limits), body=body)
+
+
+def _plan(
+    body: Body, options: MemoryOptions, offset: int, limits: dict[str, int] | None
+) -> Planned:
     asked = _Asked(body, options, offset)
     if options.segments is not None:
         return asked.in_segments(options.segments, asked.predicted(body))

@@ -65,6 +65,18 @@ def test_anything_else_is_refused(given, cure):
     assert cure in (caught.value.try_ or "")
 
 
+def test_a_number_as_text_is_told_what_it_may_mean():
+    with pytest.raises(OptionError) as caught:
+        check_budget("0.5")
+    assert caught.value.try_ == "0.5, a float, for that part of the peak without a plan; '0.5GiB'"
+
+
+def test_where_only_bytes_are_meant_no_fraction_is_named():
+    with pytest.raises(OptionError) as caught:
+        check_budget("x", "memory", None)
+    assert "fraction" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("given", "count"), [(0, 0), (4096, 4096), ("2KiB", 2048)])
 def test_resident_bytes(given, count):
     assert check_resident(given) == count

@@ -83,6 +83,17 @@ def test_wrong_arguments(arguments, options, what):
         fit(net(), *arguments, **options)
 
 
+def test_without_recomputing_nothing_is_listed():
+    with pytest.raises(BudgetError) as caught:
+        fit(net(), batch_of, "4KiB", recompute=False)
+    assert caught.value.why is None
+
+
+def test_a_fraction_is_one_of_the_gpu():
+    with pytest.raises(OptionError, match="a fraction of the memory of the model's GPU"):
+        fit(nn.Linear(8, 8), lambda batch: torch.ones(batch, 8), 1e9)
+
+
 def test_inputs_that_do_not_depend_on_the_batch():
     with pytest.raises(OptionError, match="have the same peak"):
         fit(net(), lambda count: torch.ones(4, 32), BUDGET)

@@ -132,6 +132,26 @@ def test_without_gradients_the_prediction_alone_is_checked(ids):
     assert opt.memory_plan.recompute == ()
 
 
+@pytest.mark.parametrize(
+    "options", [{"memory_budget": 0.5}, {"memory_budget": "1GiB"}, {"segments": 2}]
+)
+def test_a_model_without_a_trainable_part_is_as_without_gradients(ids, options):
+    model = Model().requires_grad_(False)
+    opt = graphopt.optimize(model, ids, **options)
+    assert opt.memory_plan.recompute == ()
+    with pytest.raises(BudgetError):
+        graphopt.optimize(model, ids, memory_budget=2048)
+
+
+def test_a_model_may_be_frozen_under_a_budget(ids):
+    model = Model()
+    opt = graphopt.optimize(model, ids, memory_budget=0.7)
+    model.requires_grad_(False)
+    assert not opt(ids).requires_grad
+    model.requires_grad_(True)
+    opt(ids).sum().backward()
+
+
 def test_other_shapes_are_planned_anew(ids):
     opt = graphopt.optimize(Model(), ids, memory_budget=0.7, dynamic=False)
     first = opt.memory_plan
