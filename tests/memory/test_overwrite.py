@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 
 import pytest
 import torch
@@ -519,6 +520,10 @@ def test_a_real_step_on_the_cpu_takes_what_is_predicted_to_the_byte(kind, writte
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["packed", "apart", "activation"])
 def test_a_real_step_on_a_gpu_takes_what_is_predicted(kind, written) -> None:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    stray = torch.cuda.memory_allocated()  # of tests before
     torch.manual_seed(0)
     model = Gated(kind, 1024).cuda()
     values = torch.randn(16384, 1024, device="cuda")
@@ -530,11 +535,12 @@ def test_a_real_step_on_a_gpu_takes_what_is_predicted(kind, written) -> None:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             opt(values).square().sum().backward()
-            peak = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated() - stray
         found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
         said = predict(opt.body, loss_fn=lambda y: y.square().sum()).peak_bytes
         assert abs(said / peak - 1) < 0.01
+        fused = any(name in opt.code for name in ("graphopt.glu", "graphopt.bias_act"))
         del opt
-    assert written
+    assert bool(written) == fused
     assert same(found[1], found[0])
     assert same(found[2], found[0])
