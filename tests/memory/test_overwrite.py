@@ -1,96 +1,29 @@
-"""A gradient that is written over its operand, where that was computed again for it alone."""
+"""A gradient that is written over its operand, where nothing else reads that: what stays right."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
-from remat_models import Case, case, droppable, dropped, dropping, everything, same, twins
+from gated_models import KINDS, Gated, dropped_pair, grads, x
+from remat_models import case, everything, same, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from graphopt.bench.trace import peak_allocated, record
 from graphopt.graph.text import python_code
-from graphopt.kernels import activation, glu
-from graphopt.memory.facts import measure
-from graphopt.memory.oracle import predict
-from graphopt.memory.problem import Problem
-from graphopt.memory.simulate import Timeline, Value, simulate
 from graphopt.remat import ModifiedError, is_marker
 
 
-class Gated(nn.Module):
-    """Two gated units, the gate and the other factor by one product, or by two; or activations."""
-
-    def __init__(self, kind: str = "packed", width: int = 8) -> None:
-        super().__init__()
-        self.kind = kind
-        inside = width if kind == "packed" else 2 * width
-        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(2))
-        self.gate = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(inside, width) for _ in range(2))
-
-    @property
-    def operands(self) -> int:
-        """How many values gradients may be written over."""
-        return 4 if self.kind == "apart" else 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for up, gate, down in zip(self.up, self.gate, self.down, strict=True):
-            if self.kind == "activation":
-                x = x + down(F.gelu(up(x)))
-                continue
-            a, b = up(x).chunk(2, -1) if self.kind == "packed" else (gate(x), up(x))
-            x = x + down(F.silu(a) * b)
-        return x
-
-
-@functools.cache
-def _pair(kind: str):
-    return twins(lambda: Gated(kind), everything)
-
-
-@pytest.fixture(params=["packed", "apart", "activation"])
+@pytest.fixture(params=KINDS)
 def pair(request):
     """A module that drops nothing and one that drops all it may, captured; no gradients yet."""
-    for module in _pair(request.param):
+    for module in dropped_pair(request.param):
         module.zero_grad()
-    return _pair(request.param)
-
-
-@pytest.fixture
-def written(monkeypatch) -> list[torch.Tensor]:
-    """The gradients that were written into memory that was there."""
-    found: list[torch.Tensor] = []
-    invoke = glu.invoke
-
-    def seen(overload, *args, **kwargs):
-        if overload is glu._BACKWARD_OUT:
-            found.append(args[4])
-        if overload is activation._BIAS_ACT_OVER:
-            found.append(args[1])
-        return invoke(overload, *args, **kwargs)
-
-    for family in (glu, activation):
-        monkeypatch.setattr(family, "invoke", seen)
-    return found
-
-
-def x() -> torch.Tensor:
-    return torch.linspace(-1, 1, 5 * 8).view(5, 8).requires_grad_()
-
-
-def grads(module: nn.Module, **options) -> list[torch.Tensor]:
-    values = x()
-    wanted = [values, *(p for p in module.parameters() if p.requires_grad)]
-    found = torch.autograd.grad(module(values).square().sum(), wanted, allow_unused=True, **options)
-    return [g.detach().clone() for g in found if g is not None]
+    return dropped_pair(request.param)
 
 
 def test_gradients_are_equal_and_written_over(pair, written) -> None:
@@ -308,7 +241,7 @@ def _keeping(kind: str):
     return twins(lambda: Gated(kind), _but_operands)
 
 
-@pytest.fixture(params=["packed", "apart", "activation"])
+@pytest.fixture(params=KINDS)
 def keeping(request):
     """A module that drops nothing, and one that drops all but what gradients are written over."""
     for module in _keeping(request.param):
@@ -436,111 +369,3 @@ def test_a_value_that_lay_in_host_memory(written) -> None:
     assert wide
     assert same(given.step([], offload=wide), given.plain)
     assert written
-
-
-# --------------------------------------------------------------------------------- predicted
-
-
-def test_the_replay_knows(pair) -> None:
-    """On a GPU's count, where no reference takes memory inside, the replay is exact."""
-    plain, _ = pair
-    grads(plain)
-    body = plain.body
-    options = {"device": "cuda", "loss_fn": lambda y: y.square().sum()}
-    facts = measure(body, **options)
-    assert facts.peak_bytes == predict(body, **options).peak_bytes
-    problem = Problem.of(body, facts)
-    place = {v.name: i for i, v in enumerate(problem.timeline.values)}
-    every = frozenset(place[n] for n in droppable(body))
-    found = predict(dropped(body.copy(), droppable(body)), **options)
-    # cuBLASLt's workspace, taken where backward's thread adds its first bias, no value brings
-    assert found.peak_bytes - simulate(problem.timeline, every).peak in (0, 2**20)
-    spared = [v for v in problem.timeline.values if v.spare]
-    assert len(spared) == plain.operands
-    assert all(v.spare == v.bytes for v in spared)
-
-
-def test_a_step_is_lower_where_the_gradient_is_written_over() -> None:
-    values = (Value("a", 8, 8, 0, 1, 3, (3,), spare=6),)
-    line = Timeline((0, 8, 8, 8), (8, 12, 12, 16), values)
-    assert simulate(line, (), levels=True).levels == (8, 12, 12, 16)
-    assert simulate(line, {0}, levels=True).levels == (8, 12, 4, 10)
-    other = Value("b", 1, 1, 0, 1, 3, (2,))
-    line = dataclasses.replace(line, values=(*values, other))
-    assert simulate(line, {1}, levels=True).levels == (8, 12, 12, 9)
-    other = dataclasses.replace(other, unpacks=(3,), reads=(0,))
-    line = dataclasses.replace(line, values=(*values, other))
-    assert simulate(line, {1}, levels=True).levels == (8, 12, 11, 16)  # held for b
-
-
-class Wide(nn.Module):
-    """The highest steps are those of the unit and of the product behind it, as in a llama."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Parameter(torch.ones(8, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, value = self.up(x).chunk(2, -1)
-        y = F.silu(gate) * value
-        return torch.ops.graphopt.linear_wide(y, self.down * 2, None, [self.down])
-
-
-@pytest.mark.parametrize("some", [["linear"], ["glu_packed_default"], []])
-def test_the_replay_knows_what_is_let_go_of_on_the_way(some) -> None:
-    given = Case.of(Wide(), (torch.randn(999, 8),))
-    names = [n for n in given.names if n in some or not some]
-    assert names
-    options = {"device": "cuda", "loss_fn": lambda y: y.square().sum()}
-    timeline = Problem.of(given.body, measure(given.body, **options)).timeline
-    place = {v.name: i for i, v in enumerate(timeline.values)}
-    found = predict(dropped(given.body.copy(), names), **options)
-    assert simulate(timeline, [place[n] for n in names]).peak == found.peak_bytes
-
-
-@pytest.mark.parametrize("kind", ["packed", "apart", "activation"])
-def test_a_real_step_on_the_cpu_takes_what_is_predicted_to_the_byte(kind, written) -> None:
-    opt = dropping(Gated(kind, 32))
-    values = torch.randn(64, 32)
-
-    def run() -> None:
-        opt(values).square().sum().backward()
-
-    for _ in range(2):
-        run()
-        opt.zero_grad()
-    written.clear()
-    measured = peak_allocated(record(run, cuda=False, memory=True))
-    assert len(written) == 2
-    state = sum(t.nbytes for t in (*opt.parameters(), values))
-    said = predict(opt.body, loss_fn=lambda y: y.square().sum())
-    assert said.peak_bytes == state + measured
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["packed", "apart", "activation"])
-def test_a_real_step_on_a_gpu_takes_what_is_predicted(kind, written) -> None:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    stray = torch.cuda.memory_allocated()  # of tests before
-    torch.manual_seed(0)
-    model = Gated(kind, 1024).cuda()
-    values = torch.randn(16384, 1024, device="cuda")
-    found = []
-    for choose in (lambda names: [], lambda names: [n for n in names if "linear" in n], everything):
-        opt = dropping(model, choose, precision="bf16")
-        for _ in range(3):
-            model.zero_grad()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            opt(values).square().sum().backward()
-            peak = torch.cuda.max_memory_allocated() - stray
-        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
-        said = predict(opt.body, loss_fn=lambda y: y.square().sum()).peak_bytes
-        assert abs(said / peak - 1) < 0.01
-        fused = any(name in opt.code for name in ("graphopt.glu", "graphopt.bias_act"))
-        del opt
-    assert bool(written) == fused
-    assert same(found[1], found[0])
-    assert same(found[2], found[0])
