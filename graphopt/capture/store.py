@@ -20,6 +20,7 @@ from graphopt.capture.export import capture
 from graphopt.capture.key import GraphKey, autocast_dtypes
 from graphopt.errors import CaptureError, GraphoptWarning
 from graphopt.graph.body import Body
+from graphopt.graph.hooks import unwatched
 
 logger = logging.getLogger("graphopt.recaptures")
 
@@ -182,7 +183,7 @@ class GraphStore:
         why = ("state", *change) if change is not None else self._why(key)
         entry: Entry | Eager
         try:
-            with _no_collections():
+            with _no_collections(), unwatched():
                 entry = self._capture(key, family, args, kwargs)
         except CaptureError as error:
             self._families = {k: f for k, f in self._families.items() if f.entries or f is family}

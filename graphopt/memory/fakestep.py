@@ -21,6 +21,7 @@ from graphopt.capture import signature as sig
 from graphopt.errors import CaptureError, GraphOptError, OptionError
 from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
+from graphopt.graph.hooks import unwatched
 from graphopt.memory.device import Inside, launching_nothing
 from graphopt.memory.inner import Account, Inner, expanded
 from graphopt.memory.inplace import sole, takes_over
@@ -247,6 +248,7 @@ class Recorder:
         start = len(tracker.events)
         with (
             _quiet(),
+            unwatched(),
             torch.inference_mode(False),
             torch.set_grad_enabled(grad),
             self._launch(),
