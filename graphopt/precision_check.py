@@ -149,7 +149,8 @@ def precision_check(
         precision: "bf16" or "fp16".
         precision_overrides: as for `optimize`.
         pin: ops that add a relative error of more than this, or where an overflow begins, are
-            pinned to float32; the check then runs once more with them.
+            pinned to float32; the check then runs once more with them. From 0; `math.inf` pins
+            where an overflow begins, and nothing else.
 
     Returns:
         The errors and ranges; `.overrides` is what to hand to `optimize`.
@@ -167,7 +168,8 @@ def precision_check(
     args, kwargs = check_call(model, inputs, example_kwargs)
     if precision not in LOW:
         raise OptionError(f"precision is {precision!r}", try_=" or ".join(map(repr, LOW)))
-    if pin is not None and (isinstance(pin, bool) or not isinstance(pin, (int, float)) or pin < 0):
+    real = isinstance(pin, (int, float)) and not isinstance(pin, bool)
+    if pin is not None and not (real and pin >= 0):  # nan, too, of which nothing is larger
         raise OptionError(f"pin is {pin!r}", try_="a relative error such as 0.02, or None")
     overrides = dict(precision_overrides or {})
     checked = check_overrides(model, precision_overrides)

@@ -80,7 +80,16 @@ def test_nothing_is_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"precision": "fp32"}, {"precision": None}, {"pin": -1}, {"pin": "worst"}]
+    "options",
+    [
+        {"precision": "fp32"},
+        {"precision": None},
+        {"pin": -1},
+        {"pin": "worst"},
+        {"pin": float("nan")},
+        {"pin": -float("inf")},
+        {"pin": True},
+    ],
 )
 def test_wrong_options(options: dict[str, object]) -> None:
     with pytest.raises(graphopt.OptionError):
