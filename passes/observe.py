@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,27 @@ def casting(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, low)
         torch.set_autocast_cache_enabled(cache)
+
+
+@contextlib.contextmanager
+def only(autocast: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """The autocast of a body and no other, whatever the caller stands under.
+
+    Args:
+        autocast: device type -> dtype, as `Body.autocast`; empty where the casts are written out.
+
+    Example:
+        >>> a = torch.ones(2, 2)
+        >>> with torch.autocast("cpu", torch.bfloat16), only({}):
+        ...     (a @ a).dtype
+        torch.float32
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            dtype = autocast.get(kind)
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                stack.enter_context(casting(kind, dtype))
+        yield
 
 
 class _SeeCasts(TorchDispatchMode):

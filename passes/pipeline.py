@@ -26,6 +26,7 @@ from graphopt.passes.casts import PlaceCasts
 from graphopt.passes.clean import Clean
 from graphopt.passes.merge import NAME as MERGE
 from graphopt.passes.merge import MergeLinear
+from graphopt.passes.observe import only
 from graphopt.passes.payoff import ALWAYS
 from graphopt.passes.rule import REGISTRY, Rule
 from graphopt.passes.seed import SeedDropout
@@ -269,7 +270,7 @@ def run_pipeline(
         watch("captured", work, log)
     for p in passes:
         done = len(log.rewrites)
-        with Timer() as timer:
+        with Timer() as timer, only(work.autocast):  # what is made is valued as it will run
             p.run(work, log)
         lint.check(work, p.name, skip=("no dead nodes",))
         stages.append(Stage(p.name, len(work.graph.nodes), len(log.rewrites) - done, timer.seconds))

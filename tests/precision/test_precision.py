@@ -179,3 +179,20 @@ def test_a_grad_scaler_trains_and_skips_as_under_autocast() -> None:
     assert scales == our_scales
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(eager), atol=2e-3, rtol=2e-3)
     assert eager[-1] < eager[0]
+
+
+def test_the_plan_and_the_code_name_the_dtype_that_a_pinned_product_has() -> None:
+    class Fused(nn.Module):
+        """A product whose bias goes into the activation's kernel: a rule emits it anew."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x)).sum()
+
+    opt = graphopt.optimize(Fused(), X, precision="bf16", precision_overrides={"*": "fp32"})
+    assert "bias_act" in opt.code
+    assert "bf16[" not in opt.code
+    assert {dtype for _, dtype in opt.precision_plan.ops} == {"float32"}
