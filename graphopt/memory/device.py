@@ -233,9 +233,14 @@ def _attention(args: Any, out: Any) -> int:
 
 
 def _attention_backward(args: Any, out: Any) -> int:
-    """Scores of one block and their gradient, and a sum for each row: one set a thread."""
+    """Scores of one block and their gradient, and a sum for each row: one set a thread.
+
+    And the incoming gradient in the layout [batch, rows, heads, columns], where it has another.
+    """
     rows, columns = _attention_block(args[1], args[2])
-    return 4 * (2 * rows * columns + rows) * torch.get_num_threads()
+    grad = args[0]
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.numel() * grad.element_size()
+    return copy + 4 * (2 * rows * columns + rows) * torch.get_num_threads()
 
 
 def _attention_block(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:

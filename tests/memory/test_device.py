@@ -214,6 +214,22 @@ def test_attention_on_the_cpu_takes_what_its_source_says(length):
     assert peak - results == device._attention((q, k, v), found[0])
 
 
+@pytest.mark.parametrize("dim", [1, 2])
+def test_attention_s_backward_on_the_cpu_lays_its_gradient_out(dim):
+    from graphopt.bench.trace import peak_allocated, record
+
+    aten = torch.ops.aten
+    q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    grad = torch.randn(2, 4, 64, 8).transpose(1, dim).contiguous().transpose(1, dim)
+    args = (grad, q, k, v, out, sums, 0.0, False)
+    run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = []
+    peak = peak_allocated(record(lambda: found.append(run(*args)), cuda=False, memory=True))
+    results = sum(t.nbytes for t in found[0])
+    assert peak - results == device._attention_backward(args, found[0])
+
+
 def test_batch_norm_s_backward_on_the_cpu_takes_one_more_gradient():
     from graphopt.bench.trace import peak_allocated, record
 
