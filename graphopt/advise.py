@@ -16,10 +16,11 @@ from graphopt.cost.roofline import rates_of
 from graphopt.errors import BudgetError, OptionError
 from graphopt.graph import ops
 from graphopt.graph.body import Body
+from graphopt.memory.asked import MemoryOptions
 from graphopt.memory.budget import Budget, check_budget, check_resident
 from graphopt.memory.facts import Facts, measure
 from graphopt.memory.oracle import predict
-from graphopt.memory.plan import MemoryOptions, plan
+from graphopt.memory.plan import plan
 from graphopt.memory.problem import CurvePoint
 from graphopt.options import check_call, check_choice, check_model, names_checked
 from graphopt.passes import PassOptions, run_pipeline

@@ -14,7 +14,8 @@ from graphopt.capture import signature as sig
 from graphopt.errors import GraphOptError, GraphoptWarning, OptionError
 from graphopt.graph import lint
 from graphopt.graph.body import Body
-from graphopt.memory.plan import MemoryOptions, check_memory
+from graphopt.memory.asked import MemoryOptions, check_memory
+from graphopt.memory.plan import plan
 from graphopt.module import Compiled, GraphoptModule, Settings
 from graphopt.options import (
     DYNAMIC,
@@ -80,7 +81,7 @@ class PassCompiler:
             )
             return Compiled(result.body, result)
         with progress("memory plan"), Timer() as timer:
-            planned = self.memory.planned(result.body, done, self.limits)
+            planned = plan(result.body, self.memory, offset=done, limits=self.limits)
         lint.check(planned.body, "memory plan", skip=("no dead nodes",))
         stage = Stage(
             "memory plan", len(planned.body.graph.nodes), len(planned.rewrites), timer.seconds

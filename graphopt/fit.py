@@ -11,8 +11,9 @@ from torch import nn
 
 from graphopt.api import PassCompiler
 from graphopt.errors import BudgetError, OptionError
+from graphopt.memory.asked import check_memory
 from graphopt.memory.budget import Budget, check_budget, shown, unreachable
-from graphopt.memory.plan import MemoryPlan, check_memory
+from graphopt.memory.plan import MemoryPlan
 from graphopt.module import GraphoptModule, Settings
 from graphopt.options import (
     PRECISION,

@@ -16,31 +16,29 @@ raises, `retain_graph` and double backward work, nothing outlives the autograd g
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from graphopt.errors import GraphOptError
-from graphopt.graph.calls import Recipe, evaluate
-from graphopt.kernels._overwrite import lend, offer
-from graphopt.offload import HostCopy, Line, may_leave
+from graphopt.dropped import Handle, Layout, ModifiedError, Run, Value
+from graphopt.graph.calls import Recipe
+from graphopt.offload import HostCopy, may_leave
 
-_DEVICES = ("cpu", "cuda")  # with an autocast of their own
-
-
-class ModifiedError(GraphOptError, RuntimeError):
-    """A tensor that backward needs was written in place after forward.
-
-    A `RuntimeError` too, as autograd's own.
-    """
-
-
-# -------------------------------------------------------------------------------------- forward
+__all__ = [
+    "ModifiedError",
+    "drop",
+    "dropping",
+    "is_marker",
+    "is_release",
+    "is_spend",
+    "release",
+    "scope",
+    "spend",
+]
 
 
 class _Local(threading.local):
@@ -180,13 +178,13 @@ class _Scope:
 
     def __init__(self, found: Mapping[str, Recipe]) -> None:
         self._recipes = found
-        self._handles: dict[int, list[weakref.ref[_Handle]]] = {}
-        self._values: dict[str, _Value] = {}
-        self._run = _Run()
+        self._handles: dict[int, list[weakref.ref[Handle]]] = {}
+        self._values: dict[str, Value] = {}
+        self._run = Run()
 
-    def pack(self, tensor: torch.Tensor) -> _Handle:
+    def pack(self, tensor: torch.Tensor) -> Handle:
         """What autograd keeps in a tensor's place."""
-        handle = _Handle(tensor)
+        handle = Handle(tensor)
         place = _storage_of(tensor)
         if place is not None:
             # weakly: what autograd lets go of meanwhile is not kept alive by this table
@@ -212,7 +210,7 @@ class _Scope:
             known.spent.add(output or 0)
         tensors = value if isinstance(value, (list, tuple)) else (value,)
         for i, tensor in enumerate(tensors, output or 0):
-            known.layouts[i] = _Layout.of(tensor)
+            known.layouts[i] = Layout.of(tensor)
             place = _storage_of(tensor)
             for found in self._handles.pop(place, ()) if place is not None else ():
                 handle = found()
@@ -240,9 +238,9 @@ class _Scope:
         """Let the device go of a value that was sent."""
         self._run.line.release(name)
 
-    def _value(self, name: str) -> _Value:
+    def _value(self, name: str) -> Value:
         if name not in self._values:
-            self._values[name] = _Value(self._run)
+            self._values[name] = Value(self._run)
         return self._values[name]
 
     def close(self) -> None:
@@ -260,277 +258,5 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-class _Layout(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    offset: Any
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Layout:
-        return _Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its past, marked as it is, see `evaluate`."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class _Handle:
-    """What autograd keeps of one saved tensor: the tensor, or a dropped value and a place in it."""
-
-    __slots__ = ("__weakref__", "_layout", "_output", "_tensor", "_value", "_version", "spent")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # detached: a saved output would keep its own node, and so itself, alive for ever
-        self._tensor: torch.Tensor | None = tensor.detach()
-        self._version = _version(tensor)
-        self._value: _Value | None = None
-        self.spent = False  # whether backward may have the tensor for good
-
-    def promise(self, value: _Value, output: int) -> None:
-        """Give up the tensor for a value that can be computed again."""
-        tensor = self._tensor
-        assert tensor is not None
-        layout = _Layout.of(tensor)
-        plain = not (tensor.is_conj() or tensor.is_neg())
-        if layout.dtype != value.layouts[output].dtype or not plain:
-            return  # a view as another dtype: no strides of the value give it back
-        if _version(tensor) != self._version:
-            return  # it was written since: unpacking says so
-        self._layout, self._output = layout, output
-        self._value, self._tensor = value, None
-        value.handles[id(self)] = weakref.ref(self)
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, computed again where it was dropped."""
-        value = self._value
-        if value is None:
-            if self._tensor is None:
-                raise ModifiedError(
-                    "a tensor that was saved for backward is gone",
-                    why="backward has written its gradient over it, for it was to be the last",
-                    try_="look at it before its node has run, or backward(retain_graph=True)",
-                )
-            _check_version(self._tensor, self._version)
-            if self.spent:
-                offer(self._tensor, self)
-            return self._tensor
-        return value.take(id(self), self._output, self._layout)
-
-    def give(self) -> None:
-        """Let go of the tensor: a gradient is written over it."""
-        self._tensor = None
-
-    def take_back(self, tensor: torch.Tensor) -> None:
-        """It is not."""
-        self._tensor = tensor
-
-    def __del__(self) -> None:
-        if self._value is not None:
-            self._value.had(id(self))
-
-
-def _unpack(handle: _Handle) -> torch.Tensor:
+def _unpack(handle: Handle) -> torch.Tensor:
     return handle.unpack()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors count no writes
-        return 0
-
-
-def _check_version(tensor: torch.Tensor, version: int) -> None:
-    if _version(tensor) != version:
-        raise ModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {list(tensor.shape)}, at version {tensor._version} "
-            f"where {version} is expected",
-            why="backward needs its value of the forward, also to compute dropped values again",
-            try_="write it after backward, or write a copy",
-        )
-
-
-# ------------------------------------------------------------------------------------- backward
-
-
-class _Run:
-    """What the values of one forward share: a lock, the ambient modes, and what is cached."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # the backward passes of several devices run side by side
-        self.cached: list[weakref.ref[_Value]] = []
-        self._tasks: set[int] = set()
-        self._autocast = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
-        self.line = Line()
-
-    def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Without recording, under the autocast of the forward."""
-        now = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
-        if now == self._autocast and not torch.is_grad_enabled():
-            return _NOTHING  # as it mostly is
-        return _switched(self._autocast, now)
-
-    def keeps(self) -> bool:
-        """Whether values may be kept: in a backward pass, whose end lets go of those left."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            return False
-        if task not in self._tasks:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(functools.partial(self._end, task))
-            self._tasks.add(task)
-        return True
-
-    def _end(self, task: int) -> None:
-        self._tasks.discard(task)
-        self.line.forget_ahead()
-        cached, self.cached = self.cached, []
-        for found in cached:
-            value = found()
-            if value is not None:
-                value.forget()
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _switched(to: tuple[bool, ...], back: tuple[bool, ...]) -> Iterator[None]:
-    def switch(flags: tuple[bool, ...]) -> None:
-        for device, flag in zip(_DEVICES, flags, strict=True):
-            torch.set_autocast_enabled(device, flag)
-
-    switch(to)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        switch(back)
-
-
-class _Value:
-    """One dropped value of one forward."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-        self.recipe: Recipe | None = None
-        self.layouts: dict[int, _Layout] = {}
-        self.handles: dict[int, weakref.ref[_Handle]] = {}
-        self.wakes: list[weakref.ref[HostCopy]] = []
-        self.spent: set[int] = set()  # outputs that backward may write over
-        self._held: list[Any] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._reads: list[_Value] = []
-        self._readers: list[weakref.ref[_Value]] = []
-        self._cache: Any = None
-        self._pending: set[int] = set()
-
-    def hold(self, recipe: Recipe, held: Sequence[Any], reads: list[_Value]) -> None:
-        """Take the recipe and what it reads."""
-        self.recipe = recipe
-        self._held = [_detached(t) if isinstance(t, torch.Tensor) else t for t in held]
-        self._versions = [(t, _version(t)) for t in self._held if isinstance(t, torch.Tensor)]
-        self._reads = reads
-        for value in reads:
-            value._readers.append(weakref.ref(self))
-
-    def take(self, reader: int, output: int, layout: _Layout) -> torch.Tensor:
-        """A part of the value for one of its handles; lent to its last reader to write over."""
-        base = self._part(reader, output, layout)
-        if self._cache is None and output in self.spent and layout == self.layouts[output]:
-            lend(base)
-        return base
-
-    def _part(self, reader: int, output: int, layout: _Layout) -> torch.Tensor:
-        run = self._run
-        with run.lock, run.as_in_forward():
-            made = self._cache
-            if made is None:
-                made = self._made()
-            base = made[output] if isinstance(made, (list, tuple)) else made
-            was, now = self.layouts[output], _Layout.of(base)
-            if now[:3] != was[:3]:
-                raise GraphOptError(
-                    f"the dropped value {self.recipe and self.recipe.name} came out otherwise",
-                    why=f"{list(was.shape)} {was.dtype} with strides {was.strides} in forward, "
-                    f"{list(now.shape)} {now.dtype} with {now.strides} in backward",
-                    try_="leave it out of what is recomputed, and report it",
-                )
-            if layout != was:
-                offset = layout.offset + now.offset - was.offset
-                base = base.as_strided(layout.shape, layout.strides, offset)
-            self.had(reader)
-            return base
-
-    def _made(self) -> Any:
-        """The value; computes those that it reads first, each of them once."""
-        have: dict[_Value, Any] = {}
-        order = self._order(have)
-        uses: dict[_Value, int] = dict.fromkeys([*order, *have], 0)
-        for value in order:
-            for source in value._reads:
-                uses[source] += 1
-        for value in order:
-            have[value] = value._compute(have)
-            for source in value._reads:
-                uses[source] -= 1
-                if not uses[source]:
-                    del have[source]
-        return have[self]
-
-    def _order(self, have: dict[_Value, Any]) -> list[_Value]:
-        """What must be computed, in order; fills `have` with what is there."""
-        order, seen = [], set()
-        waiting = [(self, False)]
-        while waiting:
-            value, ready = waiting.pop()
-            if ready:
-                order.append(value)
-            elif value not in seen:
-                seen.add(value)
-                kept = value._cache
-                if kept is not None:
-                    have[value] = kept
-                    continue
-                waiting.append((value, True))
-                waiting.extend((source, False) for source in reversed(value._reads))
-        return order
-
-    def _compute(self, have: Mapping[_Value, Any]) -> Any:
-        assert self.recipe is not None
-        for tensor, version in self._versions:
-            _check_version(tensor, version)
-        for found in self.wakes:
-            copy = found()
-            if copy is not None:
-                copy.fetch_ahead()
-        reads = {n: have[v] for n, v in zip(self.recipe.reads, self._reads, strict=True)}
-        made = evaluate(self.recipe.call, self._held, reads)
-        if self._run.keeps():
-            readers = [v for r in self._readers if (v := r()) is not None and v._cache is None]
-            self._pending = {i for i, h in self.handles.items() if h() is not None}
-            self._pending.update(map(id, readers))
-            self._cache = made
-            self._run.cached.append(weakref.ref(self))
-        for source in self._reads:
-            source.had(id(self))
-        return made
-
-    def had(self, reader: int) -> None:
-        """Note that a handle or another value needs it no more, for now."""
-        self._pending.discard(reader)
-        if not self._pending:
-            self.forget()
-
-    def forget(self) -> None:
-        """Let go of the computed value."""
-        self._cache = None
-
-    def __del__(self) -> None:
-        for source in self._reads:
-            source.had(id(self))

@@ -15,7 +15,8 @@ from graphopt.cost.ops import nodes_cost
 from graphopt.graph import ops
 from graphopt.graph.record import Refusal, RewriteRecord
 from graphopt.graph.text import type_text
-from graphopt.memory.plan import MemoryPlan, check_memory
+from graphopt.memory.asked import check_memory
+from graphopt.memory.plan import MemoryPlan, plan
 from graphopt.options import (
     PRECISION,
     check_call,
@@ -238,5 +239,5 @@ def explain(
         if overrides:
             MarkOverrides(overrides).run(body, Log())
         result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
-        planned = None if memory is None else memory.planned(result.body).plan
+        planned = None if memory is None else plan(result.body, memory).plan
     return Explanation.of(model, captured.names, result, time.perf_counter() - start, planned)
