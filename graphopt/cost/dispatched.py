@@ -39,6 +39,14 @@ _LIKE = {
 }
 """Operations without a formula of their own -> the one whose formula is right for them."""
 
+_RECURRENT = {
+    "aten::mkldnn_rnn_layer": 1,
+    "aten::mkldnn_rnn_layer_backward": 2,
+    "aten::_cudnn_rnn": 1,
+    "aten::_cudnn_rnn_backward": 2,
+}
+"""Layers that step through a sequence -> how many products each weight is in."""
+
 
 def dispatched_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
     """What one operation moves and computes: operands read once, results written once.
@@ -122,6 +130,11 @@ def _flops(
     own = registry().get(func._schema.name.removeprefix("graphopt::"))
     if own is not None and own.overload is func:
         return int(own.cost(*args, **kwargs).flops)
+    times = _RECURRENT.get(func._schema.name)
+    if times is not None:  # every weight meets every row of the input, at each step
+        x, weights = args[0], args[1] if isinstance(args[1], (tuple, list)) else args[1:3]
+        rows = math.prod(map(int, x.shape[:-1]))
+        return 2 * times * rows * sum(math.prod(map(int, w.shape)) for w in weights)
     return sum(math.prod(map(int, t.shape)) for t in made)
 
 

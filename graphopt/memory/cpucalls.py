@@ -1,4 +1,4 @@
-"""What oneDNN takes inside convolutions and products of reduced precision, by one call each.
+"""What oneDNN takes inside convolutions, LSTMs and products of low precision, by one call each.
 
 Which kernel oneDNN picks, and in which layout it wants its operands, is its own affair: it depends
 on the processor, the sizes, the dtypes and the number of threads. So a call of each kind and size
@@ -35,6 +35,10 @@ MOST_BYTES = 2**30
 """Nor is one whose operands and results take more."""
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+_LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
+_CUDNN_LAYERS = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward"})
+KEPT_FOR = {"mkldnn_rnn_layer_backward": 22, "_cudnn_rnn_backward": 20}
+"""Operations -> the operand that forward kept for them in a layout of the library's own."""
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _known: dict[str, dict[str, int]] = {}
 _lock = threading.Lock()
@@ -49,7 +53,7 @@ def takes_inside(name: str, out: Any) -> bool:
         name: of the ATen operation, "mm".
         out: what it returned.
     """
-    if name in _CONVOLUTIONS:
+    if name in _CONVOLUTIONS or name in _LAYERS:
         return True
     return name in _PRODUCTS and (
         out.dtype in (torch.bfloat16, torch.float16)
@@ -77,11 +81,64 @@ def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         >>> cpu_bytes(torch.ops.aten.relu.default, (a,), {}, a)
         0
     """
+    return _asked(_settings(), func, args, kwargs, out, _measure)
+
+
+def keeps_more(func: Any) -> bool:
+    """Whether an operation keeps something for backward, since gradients are recorded now.
+
+    Args:
+        func: the operation.
+    """
+    return torch.is_grad_enabled() and _name(func) in _LAYERS | _CUDNN_LAYERS
+
+
+def lacks_operand(func: Any, args: Any) -> bool:
+    """Whether a call must not be run: it would read what forward kept, whose size is not known.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+    """
+    place = KEPT_FOR.get(_name(func))
+    return place is not None and not args[place].numel()
+
+
+def cpu_result(func: Any, args: Any, kwargs: Any, out: Any, place: int) -> int | None:
+    """Bytes of one result's storage, where its fake form does not tell them.
+
+    Args:
+        func: the operation.
+        args: positional arguments; their tensors may be fake.
+        kwargs: keyword arguments.
+        out: what it returned.
+        place: which of the results.
+
+    Returns:
+        None as for `cpu_bytes`; 0 for a result that is not there.
+
+    Example:
+        >>> a = torch.zeros(8, 8)
+        >>> cpu_result(torch.ops.aten.max.dim, (a, 0), {}, a.max(0), 1)
+        64
+    """
+
+    def size(func: Any, args: Any, kwargs: Any) -> int | None:
+        return result_size(func, args, kwargs, place)
+
+    return _asked(f"result {place} {_settings()}", func, args, kwargs, out, size)
+
+
+def _asked(
+    what: str, func: Any, args: Any, kwargs: Any, out: Any, measure: Callable[..., int | None]
+) -> int | None:
+    """A number about a call: as it is known, else by the call."""
     leaves, _ = tree_flatten((args, kwargs))
     operands = [*storages_of(leaves), *storages_of(out)]
     if any(t.device.type != "cpu" for t in operands):  # a model on `meta` is counted, not run
         return 0
-    key = f"{_settings()} {func} {[described(v) for v in leaves]}"
+    grad = keeps_more(func)
+    key = f"{what} {func}{' grad' * grad} {[described(v) for v in leaves]}"
     device = f"{cpu_name()}, {torch.get_num_threads()} threads"
     with _lock:
         known = _known.setdefault(device, {})
@@ -90,17 +147,23 @@ def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         if key in known:
             return known[key]
     if (
-        sum(t.nbytes for t in operands) > MOST_BYTES
+        lacks_operand(func, args)
+        or sum(t.nbytes for t in operands) > MOST_BYTES
         or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS
     ):
         return None
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        found = _measure(func, args, kwargs)
+    autocast = torch.autocast("cpu", enabled=False)
+    with _disable_current_modes(), torch.set_grad_enabled(grad), autocast:
+        found = measure(func, args, kwargs)
     if found is not None:
         with _lock:
             known[key] = found
             store(FILE, device, dict(known))
     return found
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
 
 
 def described(value: Any) -> str:
@@ -141,6 +204,23 @@ def _settings() -> str:
 def counts(kept: dict[str, Any]) -> dict[str, int]:
     """The entries of a file of sizes that can be meant."""
     return {k: v for k, v in kept.items() if type(v) is int and v >= 0}
+
+
+def result_size(func: Any, args: Any, kwargs: Any, place: int) -> int | None:
+    """Bytes of one result's storage, by a call on zeros; None where the call fails.
+
+    Args:
+        func: the operation.
+        args: positional arguments; their tensors may be fake.
+        kwargs: keyword arguments.
+        place: which of the results.
+    """
+    try:
+        given, named = tree_map(zeros, (args, kwargs))
+        result = func(*given, **named)[place]
+    except (RuntimeError, TypeError):  # no memory, or a dtype that it lacks
+        return None
+    return int(result.untyped_storage().nbytes()) if isinstance(result, torch.Tensor) else 0
 
 
 def _measure(func: Any, args: Any, kwargs: Any) -> int | None:

@@ -180,6 +180,7 @@ class Recorder:
             within=self.inner.within if inside else None,
             only=only,
             takes_over=takes_over,
+            whole=self.inside.whole,
         )
         self.inner.tracker = self.tracker
 

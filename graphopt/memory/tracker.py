@@ -80,6 +80,8 @@ class StorageTracker(TorchDispatchMode):
             or None to run the operation as it is; so does a function that returns NotImplemented.
         only: follow only tensors on a device of this type.
         takes_over: says of an operation whether its result takes the place of its first operand.
+        whole: operation, arguments, result -> the result to go on with: where the fake form of an
+            operation has less than the real one.
 
     Attributes:
         allocations: every storage met, in the order of births.
@@ -102,6 +104,7 @@ class StorageTracker(TorchDispatchMode):
         within: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         only: str | None = None,
         takes_over: Callable[[Any, Sequence[Any]], bool] | None = None,
+        whole: Callable[[Any, Any, Any, Any], Any] | None = None,
     ) -> None:
         super().__init__()
         self.rounding = rounding
@@ -113,6 +116,7 @@ class StorageTracker(TorchDispatchMode):
         self._within = within
         self._only = only
         self._takes_over = takes_over
+        self._whole = whole
 
     # ---- recording
 
@@ -134,6 +138,8 @@ class StorageTracker(TorchDispatchMode):
                 out = instead(*args, **kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
+        if self._whole is not None:
+            out = self._whole(func, args, kwargs, out)
         if over:
             key = args[0].untyped_storage()._cdata
             known = self._known.get(key)

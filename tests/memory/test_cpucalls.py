@@ -45,6 +45,31 @@ def _transposed():
     return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ConvTranspose2d(8, 3, 3, stride=2))
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, of which only the sequence of results is read."""
+
+    def __init__(self, make=nn.LSTM, **options):
+        super().__init__()
+        self.layer = make(12, 16, **options)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+DEEP = {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.2}
+RECURRENT = [
+    ("one layer", lambda: Recurrent(), None),
+    ("one layer", lambda: Recurrent(), "bf16"),
+    ("deep", lambda: Recurrent(**DEEP), None),
+    ("deep", lambda: Recurrent(**DEEP), "bf16"),
+    ("eval", lambda: Recurrent(num_layers=2).eval(), None),
+    ("no bias", lambda: Recurrent(bias=False), None),
+    ("float64", lambda: Recurrent().double(), None),
+    ("bfloat16", lambda: Recurrent().bfloat16(), None),
+    ("GRU", lambda: Recurrent(nn.GRU), None),
+]
+
+
 def _loss(result):
     return result.float().square().mean()
 
@@ -65,6 +90,49 @@ def test_prediction_is_the_real_peak(make, precision):
     added = peak_allocated(record(step, cuda=False, memory=True))
     assert found.peak_bytes == pytest.approx(found.start_bytes + added, rel=0.01)
     assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"), [pytest.param(m, p, id=f"{n} {p}") for n, m, p in RECURRENT]
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_what_a_recurrent_layer_keeps_for_backward_is_counted(make, precision, train):
+    model = make()
+    x = torch.randn(20, 8, 12, dtype=next(model.parameters()).dtype)
+    with torch.set_grad_enabled(train):
+        opt = graphopt.optimize(model, (x,), precision=precision)
+        found = predict(opt.body, loss_fn=_loss if train else None)
+
+        def step():
+            if train:
+                _loss(opt(x)).backward()
+            else:
+                opt(x)
+
+        step()
+        model.zero_grad(set_to_none=True)
+        added = peak_allocated(record(step, cuda=False, memory=True))
+    assert found.peak_bytes == pytest.approx(found.start_bytes + added, rel=0.01)
+    assert not any("not known" in note for note in found.notes)
+
+
+def test_a_layer_whose_workspace_is_not_known_is_named_and_its_backward_is_not_run(monkeypatch):
+    monkeypatch.setattr(cpucalls, "MOST_FLOPS", 1)
+    monkeypatch.setattr(cpucalls, "_measure", None)
+    opt = graphopt.optimize(Recurrent(), (torch.randn(20, 8, 12),))
+    notes = predict(opt.body, loss_fn=_loss).notes
+    assert any("mkldnn_rnn_layer" in note and "not known" in note for note in notes)
+
+
+def test_a_backward_without_its_workspace_is_not_run(monkeypatch):
+    def forward_only(func, *given):
+        assert "backward" not in str(func)
+        return 0
+
+    monkeypatch.setattr(cpucalls, "_measure", forward_only)
+    monkeypatch.setattr(cpucalls, "result_size", lambda *call: 0)  # as if forward kept none
+    opt = graphopt.optimize(Recurrent(), (torch.randn(20, 8, 12),))
+    assert any("mkldnn_rnn_layer_backward" in n for n in predict(opt.body, loss_fn=_loss).notes)
 
 
 def _call(batch=2):

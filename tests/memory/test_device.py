@@ -201,6 +201,36 @@ def test_prediction_is_the_allocators_peak_within_3_percent(precision):
     assert found.peak_bytes - found.start_bytes == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
+def test_what_cudnn_s_layers_keep_for_backward_is_counted(make, precision, monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(device, "_known", {})
+    layer = make(256, 512, 2, batch_first=True, bidirectional=True).cuda()
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x)[0].float().square().mean()
+
+    model, x = First(), torch.randn(32, 256, 256, device="cuda")
+    opt = graphopt.optimize(model, (x,), precision=precision)
+    found = predict(opt.body)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        opt(x).backward()
+        torch.cuda.synchronize()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert found.peak_bytes - found.start_bytes == pytest.approx(measured, rel=0.03)
+
+
 @pytest.mark.parametrize("length", [33, 64, 256])
 def test_attention_on_the_cpu_takes_what_its_source_says(length):
     from graphopt.bench.trace import peak_allocated, record
