@@ -138,7 +138,7 @@ def _asked(
     if any(t.device.type != "cpu" for t in operands):  # a model on `meta` is counted, not run
         return 0
     grad = keeps_more(func)
-    key = f"{what} {func}{' grad' * grad} {[described(v) for v in leaves]}"
+    key = f"{what} {func}{' grad' * grad} {[described(v) for v in leaves]}{_repeated(leaves)}"
     device = f"{cpu_name()}, {torch.get_num_threads()} threads"
     with _lock:
         known = _known.setdefault(device, {})
@@ -182,6 +182,36 @@ def zeros(value: Any) -> Any:
     return made.zero_()
 
 
+def all_zeros(args: Any, kwargs: Any) -> Any:
+    """Arguments with `zeros` for tensors; operands that are one stay one: some calls then copy it.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    made: dict[Any, Any] = {}
+    return tree_map(lambda v: made.setdefault(_place(v), zeros(v)), (args, kwargs))
+
+
+def _place(value: Any) -> Any:
+    """Where a tensor lies; of anything else that it is itself."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return id(value)
+    lies = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    return value.untyped_storage()._cdata, int(value.storage_offset()), value.dtype, *lies
+
+
+def _repeated(leaves: list[Any]) -> str:
+    """Which tensors among the arguments of a call are one."""
+    first: dict[Any, int] = {}
+    places = [
+        (i, first.setdefault(_place(v), i))
+        for i, v in enumerate(leaves)
+        if isinstance(v, torch.Tensor)
+    ]
+    return "".join(f" {i}={j}" for i, j in places if i != j)
+
+
 @functools.cache
 def cpu_name() -> str:
     """The processor as it calls itself, with family and model where the system tells them."""
@@ -216,7 +246,7 @@ def result_size(func: Any, args: Any, kwargs: Any, place: int) -> int | None:
         place: which of the results.
     """
     try:
-        given, named = tree_map(zeros, (args, kwargs))
+        given, named = all_zeros(args, kwargs)
         result = func(*given, **named)[place]
     except (RuntimeError, TypeError):  # no memory, or a dtype that it lacks
         return None
@@ -225,7 +255,7 @@ def result_size(func: Any, args: Any, kwargs: Any, place: int) -> int | None:
 
 def _measure(func: Any, args: Any, kwargs: Any) -> int | None:
     try:
-        given, named = tree_map(zeros, (args, kwargs))
+        given, named = all_zeros(args, kwargs)
         func(*given, **named)  # the first call builds what is kept for the next ones
         results: list[Any] = []
         peak = _peak(lambda: results.append(func(*given, **named)))

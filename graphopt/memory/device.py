@@ -105,6 +105,9 @@ and fake storages compared over torch's own samples of operators, on a CPU with 
 other, save the indices of `_sparse_mm_reduce_impl` and the losses that the tracker knows.
 """
 
+APART = {"mkldnn_rnn_layer_backward": (4,)}
+"""Results with a storage of their own, which share that of another in their fake forms."""
+
 
 def gemm_workspace(device: torch.device) -> int:
     """Bytes that cuBLAS keeps for one thread, as torch sets it up.
@@ -204,7 +207,7 @@ class Inside:
             tracker.give_back(tracker.take(size, label, str(func), str(self.device), "temporaries"))
 
     def whole(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """The results of an operation, those that only a real call sizes (`UNTOLD`) included.
+        """The results of an operation as the real ones lie in memory (`UNTOLD`, `APART`).
 
         Args:
             func: the overload.
@@ -213,10 +216,12 @@ class Inside:
             out: what its fake form returned.
         """
         name = func._schema.name.removeprefix("aten::")
-        if func.namespace != "aten" or name not in UNTOLD:
+        if func.namespace != "aten" or not (name in UNTOLD or name in APART):
             return out
         found = list(out)
-        for place in UNTOLD[name]:
+        for place in APART.get(name, ()):
+            found[place] = torch.empty_like(out[place])
+        for place in UNTOLD.get(name, ()):
             fake = out[place]
             if not isinstance(fake, torch.Tensor) or fake.numel():
                 continue
