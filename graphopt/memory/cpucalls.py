@@ -39,13 +39,35 @@ _LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
 _CUDNN_LAYERS = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward"})
 KEPT_FOR = {"mkldnn_rnn_layer_backward": 22, "_cudnn_rnn_backward": 20}
 """Operations -> the operand that forward kept for them in a layout of the library's own."""
+_OTHERS = frozenset(
+    {
+        "_trilinear",
+        "im2col",
+        "col2im",
+        "_embedding_bag",
+        "_embedding_bag_backward",
+        "soft_margin_loss_backward",
+        "binary_cross_entropy_with_logits",
+        "huber_loss",
+        "kthvalue",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "logsumexp",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "_euclidean_dist",
+    }
+)
+"""Torch's own, which copy operands or keep whole results inside: found by calls of many ops."""
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _known: dict[str, dict[str, int]] = {}
 _lock = threading.Lock()
 
 
 def takes_inside(name: str, out: Any) -> bool:
-    """Whether oneDNN may run an operation, so that its inner allocations must be measured.
+    """Whether an operation's inner allocations must be measured: oneDNN's, and some of torch's.
 
     Products in float32 are the BLAS's own, unless `torch.set_float32_matmul_precision` allows less.
 
@@ -53,7 +75,7 @@ def takes_inside(name: str, out: Any) -> bool:
         name: of the ATen operation, "mm".
         out: what it returned.
     """
-    if name in _CONVOLUTIONS or name in _LAYERS:
+    if name in _CONVOLUTIONS | _LAYERS | _OTHERS:
         return True
     return name in _PRODUCTS and (
         out.dtype in (torch.bfloat16, torch.float16)

@@ -116,6 +116,50 @@ def test_what_a_recurrent_layer_keeps_for_backward_is_counted(make, precision, t
     assert not any("not known" in note for note in found.notes)
 
 
+def _bilinear():
+    x = torch.randn(64, 64, requires_grad=True)
+    return nn.Bilinear(64, 64, 16), (x, torch.randn(64, 64))
+
+
+def _bag():
+    return nn.EmbeddingBag(100, 64), (torch.randint(100, (8, 32)),)
+
+
+class Applied(nn.Module):
+    """A function of a linear layer's result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(32, 32), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def _soft_margin():
+    labels = torch.ones(256, 32)
+    return Applied(lambda x: nn.functional.soft_margin_loss(x, labels)), (torch.randn(256, 32),)
+
+
+def _kth():
+    return Applied(lambda x: x.kthvalue(3).values), (torch.randn(32, 32, 32),)
+
+
+@pytest.mark.parametrize("make", [_bilinear, _bag, _soft_margin, _kth])
+def test_what_torch_s_own_operations_copy_inside_is_counted(make):
+    model, inputs = make()
+
+    def step():
+        _loss(model(*inputs)).backward()
+
+    found = graphopt.profile_memory(model, inputs, loss_fn=_loss).prediction
+    step()
+    for leaf in (*model.parameters(), *inputs):
+        leaf.grad = None
+    added = peak_allocated(record(step, cuda=False, memory=True))
+    assert found.peak_bytes == pytest.approx(found.start_bytes + added, rel=0.002)
+
+
 def test_a_layer_whose_workspace_is_not_known_is_named_and_its_backward_is_not_run(monkeypatch):
     monkeypatch.setattr(cpucalls, "MOST_FLOPS", 1)
     monkeypatch.setattr(cpucalls, "_measure", None)
