@@ -105,8 +105,12 @@ and fake storages compared over torch's own samples of operators, on a CPU with 
 other, save the indices of `_sparse_mm_reduce_impl` and the losses that the tracker knows.
 """
 
-APART = {"mkldnn_rnn_layer_backward": (4,)}
-"""Results with a storage of their own, which share that of another in their fake forms."""
+APART = {"mkldnn_rnn_layer_backward": torch.float32}
+"""Operations whose results have a storage each, and that dtype, which their fake forms lack.
+
+The two gradients of biases, places 3 and 4, are one there; torch 2.11 has all in the dtype of the
+operands, and without biases gives these two the sizes of weights.
+"""
 
 
 def gemm_workspace(device: torch.device) -> int:
@@ -219,8 +223,9 @@ class Inside:
         if func.namespace != "aten" or not (name in UNTOLD or name in APART):
             return out
         found = list(out)
-        for place in APART.get(name, ()):
-            found[place] = torch.empty_like(out[place])
+        if name in APART:
+            sizes = [t.shape[:1] if place in (3, 4) else t.shape for place, t in enumerate(out)]
+            found = [out[0].new_empty(size, dtype=APART[name]) for size in sizes]
         for place in UNTOLD.get(name, ()):
             fake = out[place]
             if not isinstance(fake, torch.Tensor) or fake.numel():
