@@ -98,7 +98,7 @@ def test_a_run_that_raises_leaves_standard_error_as_it_was(capfd):
     assert capfd.readouterr().err == "still there\n"
 
 
-def test_the_users_own_profile_logs_as_before():
+def test_the_users_own_profile_logs_as_before(tmp_path):
     code = (
         "import torch\nfrom graphopt.bench.trace import record\n"
         "def own():\n    with torch.profiler.profile(): torch.ones(2).relu()\n"
@@ -106,12 +106,17 @@ def test_the_users_own_profile_logs_as_before():
     )
     environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert run.stderr.count("profiler_start") in (0, 2)  # torch 2.13 has such a line for each
 
 
-def test_standard_error_that_is_closed_hinders_nothing():
+def test_standard_error_that_is_closed_hinders_nothing(tmp_path):
     code = (
         "import torch\nfrom graphopt.bench.trace import record\n"
         "print(len(record(lambda: torch.ones(2).relu(), cuda=False)) > 0)"
@@ -120,6 +125,7 @@ def test_standard_error_that_is_closed_hinders_nothing():
         f'exec 2>&-; "{sys.executable}" -c "$CODE"',
         shell=True,
         env={**os.environ, "CODE": code},
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
