@@ -26,6 +26,7 @@ from torch import fx
 
 from graphopt.dropped import Handle, Layout, ModifiedError, Run, Value
 from graphopt.graph.calls import Recipe
+from graphopt.graph.hooks import hooked
 from graphopt.offload import HostCopy, may_leave
 
 __all__ = [
@@ -135,7 +136,7 @@ def scope(found: Mapping[str, Recipe]) -> contextlib.AbstractContextManager[Any]
         >>> torch.equal(x.grad, x.exp() * x.exp().cos())
         True
     """
-    if not found or not torch.is_grad_enabled() or _hooked():
+    if not found or not torch.is_grad_enabled() or hooked():
         return contextlib.nullcontext()
     return _opened(found)
 
@@ -148,14 +149,6 @@ def dropping(function: Callable[..., Any], found: Mapping[str, Recipe]) -> Calla
             return function(*args)
 
     return run
-
-
-def _hooked() -> bool:
-    """Whether hooks on saved tensors are in force, or forbidden."""
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        return True
-    return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphopt.kernels._batched import is_batched
 from graphopt.kernels._library import _FUNCTIONALIZE, _PLAIN, _is_functionalizing
 
 
@@ -150,11 +151,8 @@ def _plain(tensor: Any) -> bool:
     kind = type(tensor)
     if kind not in _PLAIN and kind is not FakeTensor:
         return False
-    functorch: Any = torch._C._functorch
     # `is_grads_batched` still takes the older kind of batches
-    return not (
-        functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-    )
+    return not (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or is_batched(tensor))
 
 
 def _holders(saved: tuple[Any, ...], index: int) -> tuple[int, int, int]:

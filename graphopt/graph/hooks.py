@@ -9,6 +9,20 @@ from typing import Any
 import torch
 
 
+def hooked() -> bool:
+    """Whether hooks on saved tensors are in force, or forbidden.
+
+    Example:
+        >>> with torch.autograd.graph.save_on_cpu():
+        ...     hooked()
+        True
+    """
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return True
+    return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Without the caller's hooks on saved tensors (a checkpoint around the call) and anomaly mode.
