@@ -42,6 +42,10 @@ EVEN = 128
 """Rows of a chunk are a multiple of this, where it holds so many: no partly filled tiles."""
 
 
+Shapes = list[tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each parameter that gets a gradient: weight's, then bias's."""
+
+
 class Call(NamedTuple):
     """The arguments of the operator, defaults filled in."""
 
@@ -106,29 +110,43 @@ def _check(c: Call) -> None:
         raise OptionError(f"{where}: chunks of {c.chunk_bytes} bytes", try_="a positive number")
 
 
-def _forward(c: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, statistics [2, rows], total of the targets' weights)."""
+def _forward(
+    c: Call, parameters: Shapes | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Gradients | None]:
+    """(loss, statistics [2, rows], total of the targets' weights, gradients for a loss of 1).
+
+    Args:
+        c: the call.
+        parameters: those that get weight's and bias's gradient; None to take no gradients.
+    """
     _check(c)
     result = c.out_dtype or c.x.dtype
     if c.logits is not None:
-        return c.loss_of(c.logits, c.target, out_dtype=result)  # type: ignore[return-value]
+        return *c.loss_of(c.logits, c.target, out_dtype=result), None  # type: ignore[return-value]
     x, target = c.x.reshape(-1, c.x.shape[-1]), c.target.reshape(-1)
     stats = arithmetic(c.x, c.class_weight)
     rows = torch.empty(c.rows, dtype=stats, device=x.device)
     statistics = torch.empty((2, c.rows), dtype=stats, device=x.device)
-    for a, b in _chunks(x, c.weight, c.chunk_bytes):
+    mean = c.reduction == MEAN
+    total = _weights_of(c, target, stats).sum() if mean else x.new_empty(0, dtype=stats)
+    parts = _chunks(x, c.weight, c.chunk_bytes)
+    found = None if parameters is None else _Gradients(x, parameters, len(parts), _needs(c))
+    one = None if found is None else torch.ones((), dtype=stats, device=x.device)
+    for a, b in parts:
         logits = F.linear(x[a:b], c.weight, c.bias)
-        rows[a:b], statistics[:, a:b], _ = c.loss_of(
-            logits, target[a:b], reduction=NONE, out_dtype=stats
-        )
-    total = torch.empty(0, dtype=stats, device=x.device)
+        rows[a:b], part, _ = c.loss_of(logits, target[a:b], reduction=NONE, out_dtype=stats)
+        statistics[:, a:b] = part
+        if found is None:
+            continue
+        options = (target[a:b], c.class_weight, *c[5:9], part, total)
+        slope = invoke(cross_entropy._BACKWARD, one, logits, *options)
+        del logits
+        found.add(slope, x, c.weight, a, b)
+        del slope  # before the next chunk's logits are made
     if c.reduction == NONE:
-        return rows.to(result).reshape(c.target.shape), statistics, total
+        return rows.to(result).reshape(c.target.shape), statistics, total, found
     loss = rows.sum()
-    if c.reduction == MEAN:
-        total = _weights_of(c, target, stats).sum()
-        loss = loss / total
-    return loss.to(result), statistics, total
+    return (loss / total if mean else loss).to(result), statistics, total, found
 
 
 def _weights_of(c: Call, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -180,11 +198,7 @@ def _forward_grad(*args: Any) -> tuple[torch.Tensor, Args, Any]:
     parameters = [c.weight if c.master is None else c.master]
     parameters += [] if c.bias is None else [c.bias if c.bias_master is None else c.bias_master]
     shapes = [(t.shape, t.dtype) for t in parameters]
-    ready = None
-    if _ahead(c):
-        loss, statistics, total, ready = _with_gradients(c, shapes)
-    else:
-        loss, statistics, total = _forward(c)
+    loss, statistics, total, ready = _forward(c, shapes if _ahead(c) else None)
     saved = (c.x, c.weight, c.bias, c.target, c.class_weight, statistics, total)
     return loss, saved, (*c[5:9], c.chunk_bytes, shapes, _Once(ready))
 
@@ -208,33 +222,6 @@ class _Once:
         """The gradients, or None from the second time on."""
         found, self._gradients = self._gradients, None
         return found
-
-
-def _with_gradients(
-    c: Call, parameters: list[tuple[torch.Size, torch.dtype]]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Gradients]:
-    """(loss, statistics, total, gradients for a loss of 1) in one pass over the chunks."""
-    _check(c)
-    x, target = c.x.reshape(-1, c.x.shape[-1]), c.target.reshape(-1)
-    stats = arithmetic(c.x, c.class_weight)
-    rows = torch.empty(c.rows, dtype=stats, device=x.device)
-    statistics = torch.empty((2, c.rows), dtype=stats, device=x.device)
-    mean = c.reduction == MEAN
-    total = _weights_of(c, target, stats).sum() if mean else x.new_empty(0, dtype=stats)
-    one = torch.ones((), dtype=stats, device=x.device)
-    found = _Gradients(x, parameters, len(_chunks(x, c.weight, c.chunk_bytes)), _needs(c))
-    for a, b in _chunks(x, c.weight, c.chunk_bytes):
-        logits = F.linear(x[a:b], c.weight, c.bias)
-        rows[a:b], part, _ = c.loss_of(logits, target[a:b], reduction=NONE, out_dtype=stats)
-        statistics[:, a:b] = part
-        slope = invoke(
-            cross_entropy._BACKWARD, one, logits, target[a:b], c.class_weight, *c[5:9], part, total
-        )
-        del logits
-        found.add(slope, x, c.weight, a, b)
-        del slope  # before the next chunk's logits are made
-    loss = rows.sum()
-    return (loss / total if mean else loss).to(c.out_dtype or c.x.dtype), statistics, total, found
 
 
 def _needs(c: Call) -> tuple[bool, ...]:
@@ -284,7 +271,7 @@ class _Gradients:
     def __init__(
         self,
         x: torch.Tensor,
-        parameters: list[tuple[torch.Size, torch.dtype]],
+        parameters: Shapes,
         count: int,
         needs: tuple[bool, ...],
     ) -> None:
