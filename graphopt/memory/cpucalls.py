@@ -162,25 +162,43 @@ def _asked(
     grad = keeps_more(func)
     key = f"{what} {func}{' grad' * grad} {[described(v) for v in leaves]}{_repeated(leaves)}"
     device = f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+    def run() -> int | None:
+        if (
+            lacks_operand(func, args)
+            or sum(t.nbytes for t in operands) > MOST_BYTES
+            or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS
+        ):
+            return None
+        autocast = torch.autocast("cpu", enabled=False)
+        with _disable_current_modes(), torch.set_grad_enabled(grad), autocast:
+            return measure(func, args, kwargs)
+
+    return remembered(_known, device, key, run)
+
+
+def remembered(
+    known: dict[str, dict[str, int]], device: str, key: str, measure: Callable[[], int | None]
+) -> int | None:
+    """A number about a call: as it is known here or on disk, else measured and kept in both.
+
+    Args:
+        known: device -> call -> number, of this process.
+        device: whose number it is.
+        key: the call.
+        measure: gives the number; None where it cannot, which is not kept.
+    """
     with _lock:
-        known = _known.setdefault(device, {})
-        if not known:
-            known.update(counts(load(FILE, device)))
-        if key in known:
-            return known[key]
-    if (
-        lacks_operand(func, args)
-        or sum(t.nbytes for t in operands) > MOST_BYTES
-        or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS
-    ):
-        return None
-    autocast = torch.autocast("cpu", enabled=False)
-    with _disable_current_modes(), torch.set_grad_enabled(grad), autocast:
-        found = measure(func, args, kwargs)
+        table = known.setdefault(device, {})
+        if not table:
+            table.update(_counts(load(FILE, device)))
+        if key in table:
+            return table[key]
+    found = measure()
     if found is not None:
         with _lock:
-            known[key] = found
-            store(FILE, device, dict(known))
+            table[key] = found
+            store(FILE, device, dict(table))
     return found
 
 
@@ -253,7 +271,7 @@ def _settings() -> str:
     return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {mkldnn} {matmul}"
 
 
-def counts(kept: dict[str, Any]) -> dict[str, int]:
+def _counts(kept: dict[str, Any]) -> dict[str, int]:
     """The entries of a file of sizes that can be meant."""
     return {k: v for k, v in kept.items() if type(v) is int and v >= 0}
 

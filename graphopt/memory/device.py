@@ -29,16 +29,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from graphopt.cost.kept import load, store
 from graphopt.memory.cpucalls import (
-    FILE,
     KEPT_FOR,
-    counts,
     cpu_bytes,
     cpu_result,
     described,
     keeps_more,
     lacks_operand,
+    remembered,
     result_size,
     takes_inside,
     zeros,
@@ -352,7 +350,6 @@ _ON_CPU: dict[str, Callable[[Any, Any], int]] = {
 
 _known: dict[str, dict[str, int]] = {}
 """By the name of a GPU: bytes by call."""
-_lock = threading.Lock()
 
 
 def measured_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
@@ -386,22 +383,14 @@ def _asked(
     device = tensors[0].device
     grad = keeps_more(func)
     key = f"{what} {func}{' grad' * grad} {[described(v) for v in leaves]}"
-    name = torch.cuda.get_device_name(device)
-    with _lock:
-        known = _known.setdefault(name, {})
-        if not known:
-            known.update(counts(load(FILE, name)))
-        if key in known:
-            return known[key]
-    if lacks_operand(func, args):
-        return None
-    with _disable_current_modes(), torch.set_grad_enabled(grad):
-        found = measure(func, args, kwargs, device)
-    if found is not None:
-        with _lock:
-            known[key] = found
-            store(FILE, name, dict(known))
-    return found
+
+    def run() -> int | None:
+        if lacks_operand(func, args):
+            return None
+        with _disable_current_modes(), torch.set_grad_enabled(grad):
+            return measure(func, args, kwargs, device)
+
+    return remembered(_known, torch.cuda.get_device_name(device), key, run)
 
 
 def _settings() -> str:
