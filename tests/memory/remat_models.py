@@ -39,6 +39,18 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.ln2(x)))))
 
 
+class Feedforward(nn.Module):
+    """A norm and two products around a skip."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
 class GPT(nn.Module):
     def __init__(self, layers: int = 2, width: int = 16, p: float = 0.1) -> None:
         super().__init__()

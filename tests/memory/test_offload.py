@@ -14,9 +14,8 @@ import pickle
 
 import pytest
 import torch
-from remat_models import GPT
+from remat_models import GPT, Feedforward
 from torch import nn
-from torch.nn import functional as F
 
 import graphopt
 from graphopt.cost import roofline
@@ -32,19 +31,9 @@ from graphopt.remat import drop, is_release, scope
 RECIPE = Recipe("y", Call(fetched, (Held(0),)), ())
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def blocks(count: int = 4, width: int = 32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width) for _ in range(count)))
+    return nn.Sequential(*(Feedforward(width) for _ in range(count)))
 
 
 X = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))

@@ -7,9 +7,8 @@ import gc
 
 import pytest
 import torch
-from remat_models import GPT
+from remat_models import GPT, Feedforward
 from torch import nn
-from torch.nn import functional as F
 
 import graphopt
 from graphopt.cost.link import link_gbs
@@ -18,22 +17,12 @@ from graphopt.errors import BudgetError, GraphOptError
 pytestmark = pytest.mark.gpu
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     """Wide enough for a copy to take as long as some of its products."""
 
     def __init__(self, count: int = 8, width: int = 2048) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(count)))
+        self.blocks = nn.Sequential(*(Feedforward(width) for _ in range(count)))
 
     def forward(self, x):
         return self.blocks(x).float().square().sum() / 1e4

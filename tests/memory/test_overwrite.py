@@ -26,6 +26,17 @@ def pair(request):
     return dropped_pair(request.param)
 
 
+def again(opt, wanted):
+    """Go backward through one graph three times, with equal gradients; gives what was retained."""
+    values = x()
+    loss = opt(values).square().sum()
+    leaves = [values, *opt.parameters()]
+    for keep in (True, True, False):
+        found = torch.autograd.grad(loss, leaves, retain_graph=keep, allow_unused=True)
+        assert same([g for g in found if g is not None], wanted)
+        yield keep
+
+
 def test_gradients_are_equal_and_written_over(pair, written) -> None:
     plain, opt = pair
     wanted = grads(plain)
@@ -47,13 +58,8 @@ def test_the_graph_says_so(pair) -> None:
 
 def test_backward_again_computes_anew(pair, written) -> None:
     plain, opt = pair
-    wanted = grads(plain)
-    values = x()
-    loss = opt(values).square().sum()
-    leaves = [values, *opt.parameters()]
-    for keep in (True, True, False):
-        found = torch.autograd.grad(loss, leaves, retain_graph=keep, allow_unused=True)
-        assert same([g for g in found if g is not None], wanted)
+    for _ in again(opt, grads(plain)):
+        pass
     assert len(written) == 6
 
 
@@ -258,13 +264,7 @@ def test_what_is_kept_is_written_over_too(keeping, written) -> None:
 
 def test_what_is_kept_and_asked_for_again_is_not(keeping, written) -> None:
     plain, opt = keeping
-    wanted = grads(plain)
-    values = x()
-    loss = opt(values).square().sum()
-    leaves = [values, *opt.parameters()]
-    for keep in (True, True, False):
-        found = torch.autograd.grad(loss, leaves, retain_graph=keep, allow_unused=True)
-        assert same([g for g in found if g is not None], wanted)
+    for keep in again(opt, grads(plain)):
         assert len(written) == (0 if keep else 2)
 
 
@@ -274,13 +274,7 @@ def _sums(names: list[str]) -> list[str]:
 
 def test_what_nothing_else_holds_is_kept_for_a_backward_to_come(written) -> None:
     plain, opt = twins(Gated, _sums)
-    wanted = grads(plain)
-    values = x()
-    loss = opt(values).square().sum()
-    leaves = [values, *opt.parameters()]
-    for keep in (True, True, False):
-        found = torch.autograd.grad(loss, leaves, retain_graph=keep, allow_unused=True)
-        assert same([g for g in found if g is not None], wanted)
+    for keep in again(opt, grads(plain)):
         assert len(written) == (0 if keep else 2)
 
 
