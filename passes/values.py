@@ -125,9 +125,7 @@ def overwriter(part: fx.Node) -> fx.Node | None:
     It is the op that asks for the part last in backward: the first that reads it in forward, where
     no other reader is a view of it.
     """
-    users = part.users
-    order = [n for n in part.graph.nodes if n in users] if len(users) > 1 else users
-    first = next((n for n in order if not is_marker(n)), None)
+    first = min((n for n in part.users if not is_marker(n)), default=None)
     if first is None:
         return None
     places = [i for i in operands_of(first.target) if i < len(first.args)]
