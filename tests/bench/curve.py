@@ -113,7 +113,9 @@ class Curve:
             torch.cuda.synchronize()
             start = time.perf_counter() - since
             clean()
-            return dataclasses.replace(point, peak=step.peak(stray), ms=step.ms(self.steps), start=start)
+            return dataclasses.replace(
+                point, peak=step.peak(stray), ms=step.ms(self.steps), start=start
+            )
 
     def graphopt(self, budget: str, **options: Any) -> Point:
         """The step as graphopt plans it; the budget "none" for no plan."""
