@@ -355,7 +355,8 @@ def test_graph_capture(smoothing):
 
     def step():
         loss = G.cross_entropy(logits, target, weight, MEAN, -100, smoothing)
-        return loss, torch.autograd.grad(loss, logits)[0]
+        # Detached: the graph of the first step, made on another stream, must not live on.
+        return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

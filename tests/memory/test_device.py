@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 import graphopt
 from graphopt.kernels import registry
 from graphopt.memory import device
+from graphopt.memory.cpucalls import FILE
 from graphopt.memory.device import adds_bias, gemm_workspace, launching_nothing, lt_workspace
 from graphopt.memory.fakestep import fake_mode
 from graphopt.memory.inner import expanded
@@ -163,7 +164,7 @@ def test_workspaces_are_measured_once(monkeypatch, tmp_path):
     assert first is not None
     monkeypatch.setattr(device, "_measure", None)  # not called again
     assert device.measured_bytes(torch.ops.aten.convolution.default, args, {}) == first
-    assert (tmp_path / device.FILE).exists()
+    assert (tmp_path / FILE).exists()
 
 
 class Net(nn.Module):

@@ -45,9 +45,13 @@ def plain(net, x):
     return graphopt.optimize(net, x, precision="bf16")
 
 
-def away(net, x, budget=0.6, **options):
+def within(net, x, budget=0.6, **options):
     options = {"precision": "bf16", "offload": "auto", **options}
-    opt = graphopt.optimize(net, x, memory_budget=budget, **options)
+    return graphopt.optimize(net, x, memory_budget=budget, **options)
+
+
+def away(net, x, budget=0.6, **options):
+    opt = within(net, x, budget, **options)
     assert opt.memory_plan.offload
     return opt
 
@@ -95,8 +99,9 @@ def peak_of(model, x):
 
 @pytest.mark.parametrize("budget", [0.8, 0.6])
 def test_a_budget_is_kept_with_equal_gradients(net, x, plain, budget):
+    """At 0.6 by copies; at 0.8 recomputing alone may cost less than copies do."""
     expected, again = step(plain, x), step(plain, x)
-    opt = away(net, x, budget)
+    opt = within(net, x, budget) if budget == 0.8 else away(net, x, budget)
     for _ in range(3):  # again, with pinned memory at hand
         like(step(opt, x), expected, again)
     del expected, again

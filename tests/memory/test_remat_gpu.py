@@ -87,7 +87,8 @@ def test_forward_without_backward_leaves_nothing() -> None:
     before = _allocated()
     for _ in range(20):
         opt(x)
-    assert torch.cuda.memory_allocated() == before
+    # below it where what tests before left behind goes meanwhile
+    assert torch.cuda.memory_allocated() <= before
 
 
 def _allocated() -> int:
