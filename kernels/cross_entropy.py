@@ -27,7 +27,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphopt.errors import OptionError, UnsupportedError
-from graphopt.kernels._launch import nothing
+from graphopt.kernels._launch import nothing, use_triton
 from graphopt.kernels._library import Args, Gradient, define, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, check_floating, kernel_serves
@@ -231,6 +231,48 @@ _BACKWARD = define(
     reference=lambda grad, *rest: _backward_reference(grad, *_with_dtype(rest)),
     fake=_backward_fake,
 )
+
+
+def _over_launch(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
+    *call, statistics, total = _with_dtype((logits, *rest))
+    c = Call(*call)
+    if statistics.dtype == torch.float64 or c.rows == 0:
+        _over_reference(grad, logits, *rest)
+        return
+    from graphopt.kernels import _cross_entropy_triton as triton_path
+
+    options = (*c[3:6], c.width, statistics, total)
+    triton_path.backward(grad, logits, c.target, c.weight, *options, dx=logits)
+
+
+def _over_reference(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
+    logits.copy_(_backward_reference(grad, *_with_dtype((logits, *rest))))
+
+
+# Each program of the kernel reads an element before it writes it, and no other's.
+_BACKWARD_OVER = define(
+    "cross_entropy_backward_over(Tensor grad, Tensor(a!) logits, Tensor target, Tensor? weight, "
+    "int reduction, SymInt ignore_index, float label_smoothing, SymInt? classes, "
+    "Tensor statistics, Tensor total) -> ()",
+    launch=_over_launch,
+    reference=_over_reference,
+    fake=lambda *_: None,
+)
+
+
+def gradient_over(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gradient of logits that nobody reads again: written over them, where they lie as it does.
+
+    Args:
+        grad: of the loss.
+        logits: contiguous [rows, C], not to be read after this.
+        *rest: the other arguments of the backward.
+    """
+    padded = logits.shape[-1] * logits.element_size() % ROW_BYTES != 0
+    if padded or not (logits.is_contiguous() and use_triton(logits)):
+        return invoke(_BACKWARD, grad, logits, *rest)  # type: ignore[no-any-return]
+    invoke(_BACKWARD_OVER, grad, logits, *rest)
+    return logits
 
 
 def _with_dtype(rest: Args) -> Args:

@@ -34,6 +34,7 @@ from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, check_floating
 from graphopt.kernels.cross_entropy import MEAN, NONE
 from graphopt.kernels.linear import ADD_WIDE_MM, WIDE_MM
+from graphopt.kernels.scale import SCALE
 
 CHUNK_BYTES = 2**28
 """Bytes of a chunk of logits: 4096 rows of 32768 classes in 16 bits, enough for a GEMM to run at
@@ -139,10 +140,9 @@ def _forward(
         if found is None:
             continue
         options = (target[a:b], c.class_weight, *c[5:9], part, total)
-        slope = invoke(cross_entropy._BACKWARD, one, logits, *options)
-        del logits
+        slope = cross_entropy.gradient_over(one, logits, *options)
         found.add(slope, x, c.weight, a, b)
-        del slope  # before the next chunk's logits are made
+        del logits, slope  # before the next chunk's logits are made
     if c.reduction == NONE:
         return rows.to(result).reshape(c.target.shape), statistics, total, found
     loss = rows.sum()
@@ -241,8 +241,7 @@ def _backward_grad(saved: Args, kept: Any, needs: tuple[bool, ...], grads: Args)
     found = _Gradients(rows, parameters, len(parts), needs)
     grad = grads[0].reshape(-1) if options[0] == NONE else grads[0]
     for a, b in parts:
-        slope = invoke(
-            cross_entropy._BACKWARD,
+        slope = cross_entropy.gradient_over(
             grad[a:b] if options[0] == NONE else grad,
             F.linear(rows[a:b], weight, bias),
             target[a:b], class_weight, *options,
@@ -298,13 +297,10 @@ class _Gradients:
 
     def scale(self, grad: torch.Tensor) -> None:
         """Multiply all by the loss's gradient, in place."""
-        # a factor of one dimension takes part in the choice of the dtype that is computed in
-        factor = grad.reshape(1)
         sums = [s.total for s in (self.weight, self.bias) if s is not None]
         for tensor in (self.x, *sums):
             if tensor is not None:
-                flat = tensor.view(-1)
-                torch.mul(flat, factor, out=flat)
+                invoke(SCALE, tensor, grad)
 
     def of(self, needs: tuple[bool, ...], shape: torch.Size) -> Args:
         """One gradient or None for each argument of the operator."""

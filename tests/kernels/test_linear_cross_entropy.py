@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphopt.errors import OptionError, UnsupportedError
-from graphopt.kernels import Sample, registry
+from graphopt.kernels import Sample, cross_entropy, registry
 from graphopt.kernels.linear_cross_entropy import chunks
 
 G = torch.ops.graphopt
@@ -94,6 +94,33 @@ def test_no_tensor_is_larger_than_a_chunk():
         )
         loss.backward()
     assert largest.found == 10 * 50
+
+
+@pytest.mark.parametrize(("classes", "over"), [(48, True), (50, False)])
+@pytest.mark.parametrize("reduction", [NONE, MEAN])
+def test_a_gradient_is_written_over_its_logits(
+    triton_backend, monkeypatch, classes, over, reduction
+):
+    """Where rows lie as the gradient's do, and to the bit what is written elsewhere."""
+    device = triton_backend.device
+    values = [torch.randn(s, device=device) for s in ((20, 8), (classes, 8))]
+    target = torch.arange(20, device=device) % classes
+    target[3] = -100
+
+    def gradients():
+        leaves = [v.clone().requires_grad_() for v in values]
+        args = (None, target, None, reduction, -100, 0.1)
+        G.linear_cross_entropy(*leaves, *args, chunk_bytes=7 * classes * 4).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    seen, invoke = [], cross_entropy.invoke
+    monkeypatch.setattr(cross_entropy, "invoke", lambda op, *a: seen.append(op) or invoke(op, *a))
+    found = gradients()
+    assert (cross_entropy._BACKWARD_OVER in seen) == over
+    assert (cross_entropy._BACKWARD in seen) != over
+    beside = lambda *a: invoke(cross_entropy._BACKWARD, *a)  # noqa: E731
+    monkeypatch.setattr(cross_entropy, "gradient_over", beside)
+    assert all(map(torch.equal, found, gradients()))
 
 
 def test_logits_that_are_there_are_not_saved():
