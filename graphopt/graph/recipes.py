@@ -105,11 +105,12 @@ def sum_of(item: fx.Node) -> fx.Node | None:
     """For the norm that an op returns beside the sum under it, that sum; None for all else.
 
     The norm can be computed again from the sum alone, so it can be dropped where the sum is kept.
+    What the op drops, it drops of a summand.
     """
     if item.target is not operator.getitem or item.args[1] != 0:
         return None
     op: Any = item.args[0]
-    if ops.op_name(op.target) not in _NORMS or ops.argument(op, "dropout_p") != 0.0:
+    if ops.op_name(op.target) not in _NORMS:
         return None
     return next((u for u in op.users if u.target is operator.getitem and u.args[1] == 1), None)
 

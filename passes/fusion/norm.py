@@ -114,7 +114,15 @@ def _() -> Iterator[Spelling]:
 @rule("fusion", before=("dropout_add",))
 def add_layer_norm(x, residual, shape, w, b, eps, p, seed, site, _cudnn):
     """layer_norm(residual + dropout(x)); the sum is returned too."""
-    total = aten.add.Tensor(dropped(x, p, seed, site), residual)
+    total = aten.add.Tensor(graphopt.dropout.default(x, p, seed, site), residual)
+    return aten.layer_norm.default(total, shape, w, b, eps, _cudnn), total
+
+
+# A pattern of its own, which is tried after the larger one: `either` would take the first summand
+# that fits as x, and leave the dropout of `residual + dropout(x)` an operator of its own.
+@add_layer_norm.also
+def _add_layer_norm_plain(x, residual, shape, w, b, eps, _cudnn):
+    total = aten.add.Tensor(x, residual)
     return aten.layer_norm.default(total, shape, w, b, eps, _cudnn), total
 
 
@@ -256,7 +264,16 @@ def _() -> Iterator[Spelling]:
 @rule("fusion", before=("dropout_add",))
 def add_rms_norm(x, residual, w, eps, offset, rounded, out, p, seed, site):
     """rms_norm(residual + dropout(x)); the sum is returned too."""
-    total = aten.add.Tensor(dropped(x, p, seed, site), residual)
+    total = aten.add.Tensor(graphopt.dropout.default(x, p, seed, site), residual)
+    y = graphopt.rms_norm.default(
+        total, w, eps, weight_offset=offset, round_dtype=rounded, out_dtype=out
+    )
+    return y, total
+
+
+@add_rms_norm.also  # a pattern of its own as above
+def _add_rms_norm_plain(x, residual, w, eps, offset, rounded, out):
+    total = aten.add.Tensor(x, residual)
     y = graphopt.rms_norm.default(
         total, w, eps, weight_offset=offset, round_dtype=rounded, out_dtype=out
     )

@@ -28,7 +28,7 @@ from graphopt.errors import OptionError, PassError
 from graphopt.graph import lint
 from graphopt.graph.calls import Call
 from graphopt.graph.edit import Editor
-from graphopt.graph.recipes import marked
+from graphopt.graph.recipes import marked, sum_of
 from graphopt.graph.text import ir_text, parse
 from graphopt.passes.base import Log
 from graphopt.passes.clean import Clean
@@ -231,6 +231,32 @@ def test_max_rewrites_leaves_the_pass_out() -> None:
     Rematerialize(frozenset(found.names)).run(body, log)
     assert not log.rewrites
     assert not any(map(is_marker, body.graph.nodes))
+
+
+def test_a_norm_of_a_sum_with_dropout_comes_from_the_sum() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x, r):
+            total = r + F.dropout(x, 0.5, True)
+            return self.linear(self.norm(total)) * total
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    plain = dropping(Model(), lambda names: [])
+    body = plain.capture(inputs).compiled.body
+    norm = next(n.name for n in body.graph.nodes if sum_of(n) is not None)
+    opt = dropping(plain.source, lambda names: [norm])
+    found = []
+    for model in (plain, opt):
+        torch.manual_seed(1)
+        y = model(*inputs)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), inputs)])
+    drops = [n for n in opt.body.graph.nodes if n.target is drop]
+    assert [str(h.args[1]) for n in drops for h in marked(n).held if h.args] == ["1"]
+    assert all(map(torch.equal, *found))
 
 
 # ------------------------------------------------------------------------------------- segments

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import graphopt.kernels  # noqa: F401  (registers the ops)
@@ -105,3 +106,17 @@ def test_code_runs_and_round_trips(rule: Rule, index: int) -> None:
 
 def test_modules_in_spellings_are_real_models() -> None:
     assert any(isinstance(t, nn.Module) for r in all_rules() if r.examples for t, _ in r.examples())
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_norm_takes_the_dropout_of_either_summand(norm: str, first: bool) -> None:
+    def model(x: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dropped = F.dropout(x, 0.5, True)
+        total = dropped + r if first else r + dropped
+        return getattr(F, norm)(total, (8,)), total
+
+    body = run_pipeline(body_of(model, (torch.randn(3, 8), torch.randn(3, 8)))).body
+    calls = [str(n.target) for n in body.graph.nodes if n.op == "call_function"]
+    assert f"graphopt.add_{norm}.default" in calls
+    assert "graphopt.dropout.default" not in calls
