@@ -79,9 +79,15 @@ def only(autocast: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 
 class _SeeCasts(TorchDispatchMode):
-    """Notes which tensors are cast, by identity, while an op runs."""
+    """Notes which operands are cast while an op runs: by a cast, or copied into another dtype.
 
-    def __init__(self, operands: dict[int, list[int]]) -> None:
+    cuDNN's recurrent layers copy their weights so, into one flat buffer of low precision.
+
+    Args:
+        operands: the tensors among the arguments, by their places.
+    """
+
+    def __init__(self, operands: dict[int, torch.Tensor]) -> None:
         super().__init__()
         self.operands = operands
         self.casts: dict[int, torch.dtype] = {}
@@ -92,11 +98,26 @@ class _SeeCasts(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten._to_copy.default and kwargs.get("dtype") is not None:
-            positions = self.operands.get(id(args[0]))
             self.copies += 1
-            for i in positions or ():
-                self.casts[i] = kwargs["dtype"]
+            for i, operand in self.operands.items():
+                if operand is args[0]:
+                    self.casts[i] = kwargs["dtype"]
+        elif func is aten.copy_.default and args[0].dtype != args[1].dtype:
+            places = [i for i, operand in self.operands.items() if _same_memory(operand, args[1])]
+            self.copies += bool(places)
+            self.casts.update(dict.fromkeys(places, args[0].dtype))
         return func(*args, **kwargs)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors name the same elements, be it in another shape."""
+    if a is b:
+        return True
+    return (
+        a.layout is b.layout is torch.strided
+        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.numel() == b.numel()
+    )
 
 
 @torch.inference_mode(False)  # in which a cast is one opaque `to`, and composites stay whole
@@ -195,10 +216,7 @@ class _Run:
 def _run(
     target: Any, flat: Sequence[Any], spec: Any, autocast: Any, may_fail: bool = False
 ) -> _Run:
-    operands: dict[int, list[int]] = {}
-    for i, value in enumerate(flat):
-        if isinstance(value, torch.Tensor):
-            operands.setdefault(id(value), []).append(i)
+    operands = {i: value for i, value in enumerate(flat) if isinstance(value, torch.Tensor)}
     args, kwargs = tree_unflatten(list(flat), spec)
     mode = fake_mode_of(list(flat)) or contextlib.nullcontext()
     see = _SeeCasts(operands)

@@ -17,7 +17,7 @@ from graphopt.graph.ops import is_mutating
 from graphopt.numerics import compare
 from graphopt.passes import Log
 from graphopt.passes.autocast import MaterializeAutocast, materialize_autocast, open_composite
-from graphopt.passes.observe import casting
+from graphopt.passes.observe import casting, observe
 from graphopt.step import step
 
 BF16 = torch.bfloat16
@@ -213,3 +213,50 @@ def test_a_region_inside_the_model_counts_without_one_around_it():
     for a, b in zip(model(x), opt(x), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b)
+
+
+LIBRARY = torch.library.Library("autocast_tests", "FRAGMENT")
+LIBRARY.define("layer(Tensor x, Tensor[] weights) -> Tensor")
+LIBRARY.impl("layer", lambda x, weights: torch.empty_like(x), "CompositeExplicitAutograd")
+
+
+def _flattened(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """What autocast does to cuDNN's recurrent layers: one buffer for all weights, in float16."""
+    flat = x.new_zeros(sum(w.numel() for w in weights), dtype=torch.float16)
+    parts = flat.split([w.numel() for w in weights])
+    for part, weight in zip(parts, weights, strict=True):
+        part.unsqueeze(1).copy_(weight.view(-1, 1))
+    with casting("cpu", None):
+        return torch.ops.autocast_tests.layer(x.to(torch.float16), list(parts))
+
+
+LIBRARY.impl("layer", _flattened, "AutocastCPU")
+
+
+def test_weights_that_autocast_copies_into_a_buffer_are_cast() -> None:
+    args = (torch.ones(2, 3), [torch.ones(4, 3), torch.ones(4)])
+    seen = observe(torch.ops.autocast_tests.layer.default, args, {}, "cpu", BF16)
+    assert seen.casts == dict.fromkeys(range(3), torch.float16)
+    assert seen.proved
+    assert not seen.inside
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bias", [True, False])
+def test_cudnn_s_layers_are_cast_as_under_autocast(
+    make: type[nn.RNNBase], bias: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.manual_seed(0)
+    model = make(64, 64, 2, batch_first=True, bidirectional=True, bias=bias).cuda()
+    x = torch.randn(4, 7, 64, device="cuda")
+    found = []
+    for run in (model, graphopt.optimize(model, x, precision="bf16")):
+        model.zero_grad()
+        with torch.autocast("cuda", BF16, enabled=run is model):
+            y = run(x)[0]
+        assert y.dtype == torch.float16  # whatever dtype is asked for
+        y.float().square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, atol=1e-2, rtol=1e-2)
+    assert not [w for w in recwarn if "contiguous chunk of memory" in str(w.message)]
