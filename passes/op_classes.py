@@ -87,6 +87,7 @@ CUDA = _table(
         linear matmul mm mv bmm addmm addmv addr addbmm baddbmm einsum linalg_vecdot chain_matmul
         linalg_multi_dot prelu scaled_dot_product_attention _scaled_dot_product_flash_attention
         _thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell
+        _cudnn_rnn
     """,
     float32="""
         acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh softplus tan
@@ -111,7 +112,11 @@ CUDA = _table(
     """,
     refused="binary_cross_entropy",
 )
-"""Class of each op on CUDA's lists, by its ATen name. `rms_norm` is among them since torch 2.12."""
+"""Class of each op on CUDA's lists, by its ATen name.
+
+`rms_norm` is among them since torch 2.12. `_cudnn_rnn`, which `lstm`, `gru` and their like call, is
+cast to float16 whatever the low precision is.
+"""
 
 TABLES = {"cpu": CPU, "cuda": CUDA}
 """The tables by device type."""

@@ -244,6 +244,7 @@ NOT_CALLED = {
     "mkldnn_rnn_layer": "oneDNN's own layer of nn.LSTM",
     "cudnn_convolution": "cuDNN's own call, that convolution makes",
     "cudnn_convolution_transpose": "cuDNN's own call, that convolution makes",
+    "_cudnn_rnn": "cuDNN's own layer of nn.LSTM and its like",
     "_thnn_fused_gru_cell": "called by gru_cell",
     "_thnn_fused_lstm_cell": "called by lstm_cell",
 }

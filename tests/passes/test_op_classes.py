@@ -34,7 +34,11 @@ NEWEST = (2, 13)
 """The newest torch whose lists the table has been compared with."""
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 NOT_FAKE = {"ctc_loss.IntList", "ctc_loss.Tensor", "linalg_lstsq", "_grid_sampler_2d_cpu_fallback"}
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    NOT_FAKE |= {"quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"}
 """Ops that fake tensors do not run, so that no graph holds them and nothing observes them."""
+NAMED = ("imname", "names_")
+"""In the names of overloads for named tensors, which torch 2.13 has no more."""
 WIDE = {torch.float32, torch.complex64}
 
 
@@ -108,7 +112,7 @@ def test_the_table_has_every_op_that_torch_lists(kind: str) -> None:
         pytest.skip(f"newer than {NEWEST}: its lists are not compared yet")
     names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
     listed = {n.removeprefix("aten::") for n in names if is_listed(n.removeprefix("aten::"), kind)}
-    assert listed <= set(TABLES[kind])
+    assert {n for n in listed if not any(part in n for part in NAMED)} <= set(TABLES[kind])
 
 
 def test_every_op_has_a_sample_or_a_reason() -> None:
