@@ -93,6 +93,22 @@ def chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
+def sum_bytes(rows: int, row_bytes: int, chunk_bytes: int, weight: int) -> int:
+    """Bytes read and written of the float32 sum of the weight's gradient, by chunks but the first.
+
+    Args:
+        rows: of logits.
+        row_bytes: of one of them.
+        chunk_bytes: see `chunks`.
+        weight: how many elements it has.
+
+    Example:
+        >>> sum_bytes(1000, 64, 2**15, 10)
+        80
+    """
+    return 8 * weight * (len(chunks(rows, row_bytes, chunk_bytes)) - 1) if rows else 0
+
+
 def _chunks(x: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> list[tuple[int, int]]:
     return chunks(x.shape[0], weight.shape[0] * x.element_size(), chunk_bytes)
 
@@ -381,11 +397,11 @@ def _cost(*args: Any, **kwargs: Any) -> Cost:
 def _backward_cost(*args: Any, **kwargs: Any) -> Cost:
     c = Call(*args, **kwargs)
     logits = c.rows * c.weight.shape[0]
-    count = len(chunks(c.rows, c.weight.shape[0] * c.x.element_size(), c.chunk_bytes))
     operands = tensor_bytes(c.x, c.weight, c.bias)
     # Logits read, their gradient written and read twice; the sum of the weight's gradient read and
     # written by each chunk; where forward has not done all that, logits computed again.
-    sums = 2 * count * c.weight.numel() * arithmetic(c.weight).itemsize
+    row_bytes = c.weight.shape[0] * c.x.element_size()
+    sums = sum_bytes(c.rows, row_bytes, c.chunk_bytes, c.weight.numel())
     again = not _ahead(c)
     read = (1 + again) * operands + (4 + again) * logits * c.x.element_size() + sums
     return Cost(read, operands, logits * ((4 + 2 * again) * c.x.shape[-1] + 5))

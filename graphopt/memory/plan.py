@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from graphopt.cost.link import link_gbs
+from graphopt.cost.ops import Cost
 from graphopt.cost.roofline import Rates, rates_of
 from graphopt.errors import GraphOptError, GraphoptWarning
 from graphopt.graph.body import Body
-from graphopt.graph.facts import nbytes, tensors_of
+from graphopt.graph.facts import concrete, nbytes, tensors_of
 from graphopt.graph.record import RewriteRecord
-from graphopt.kernels.linear_cross_entropy import CHUNK_BYTES
+from graphopt.kernels.linear_cross_entropy import CHUNK_BYTES, sum_bytes
 from graphopt.memory.asked import MemoryOptions
 from graphopt.memory.away import with_offloads
 from graphopt.memory.budget import Budget, unreachable
@@ -50,6 +51,9 @@ cuts blocks (allocated less requested memory was 0.01% to 0.44% of four models' 
 and for what operations take inside that no prediction knows.
 """
 
+CHUNKS = (4, 16)
+"""Into how many parts the largest logits go: few, which cost little time, or many for the least
+memory; as many more as keep a chunk within `CHUNK_BYTES`."""
 LEAST_CHUNK = 2**20
 """Bytes of the smallest chunk of logits."""
 
@@ -244,23 +248,25 @@ class _Asked:
         return self.predicted(self.applied(lowest)[0]).peak_bytes
 
     def routes(self, plain: Prediction) -> list[_Route]:
-        """The body as it is, and with its loss in chunks where it has one that can be."""
+        """The body as it is, and with its loss in chunks, few or many, where it can be."""
         rates = self._rates()
         facts = measure(self.body, rates=rates, **self._circumstances())
         shift = plain.peak_bytes - facts.peak_bytes
         found = [_Route(self.body, (), Problem.of(self.body, facts, shift))]
-        work, log = self.body.copy(), Log()
-        ChunkLoss(_chunk_bytes(work)).run(work, log)
-        if log.rewrites:
+        for size in _chunk_sizes(self.body):
+            work, log = self.body.copy(), Log()
+            ChunkLoss(size).run(work, log)
+            if not log.rewrites:
+                break
             try:
                 chunked = measure(work, rates=rates, **self._circumstances())
-            except GraphOptError as error:  # the other route is still there
+            except GraphOptError as error:  # the other routes are still there
                 logger.warning("the loss in chunks is left out of the plans: %s", error)
-                return found
+                break
             more = chunked.forward_ms + chunked.backward_ms - facts.forward_ms - facts.backward_ms
+            more = max(0.0, more) + _sums_ms(work, rates or rates_of(work.device))
             records = self._numbered(log.rewrites)
-            problem = Problem.of(work, chunked, shift)
-            found.append(_Route(work, records, problem, max(0.0, more)))
+            found.append(_Route(work, records, Problem.of(work, chunked, shift), more))
         return found
 
     def _numbered(
@@ -408,8 +414,24 @@ def _first(points: Sequence[_Choice], limit: int) -> int:
     return next((i for i, p in enumerate(points) if p.peak <= limit), len(points) - 1)
 
 
-def _chunk_bytes(body: Body) -> int:
-    """Bytes of a chunk of logits: an eighth of the largest, within sense."""
+def _chunk_sizes(body: Body) -> list[int]:
+    """Bytes of a chunk of logits, for a fast plan and for a tight one: parts of the largest."""
     losses = [n for n in body.graph.nodes if n.target is torch.ops.graphopt.cross_entropy.default]
     largest = max((nbytes(n.all_input_nodes[0].meta["val"]) for n in losses), default=0)
-    return min(max(LEAST_CHUNK, largest // 8), CHUNK_BYTES)
+    sizes = [min(max(LEAST_CHUNK, largest // n), CHUNK_BYTES) for n in CHUNKS]
+    return list(dict.fromkeys(sizes)) if losses else []
+
+
+def _sums_ms(body: Body, rates: Rates) -> float:
+    """Milliseconds in which chunks read and write the sum of the weight's gradient.
+
+    Behind each product, not beside it: a tile's sum is read once the tile is computed.
+    """
+    moved = 0
+    for node in body.graph.nodes:
+        if node.target is torch.ops.graphopt.linear_cross_entropy.default:
+            x, weight = (n.meta["val"] for n in node.args[:2])
+            rows, classes, width = map(concrete, (x.shape[:-1].numel(), *weight.shape))
+            size = node.kwargs.get("chunk_bytes") or CHUNK_BYTES
+            moved += sum_bytes(rows, classes * x.element_size(), size, classes * width)
+    return rates.ms(Cost(moved, 0), None)
