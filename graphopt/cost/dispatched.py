@@ -44,6 +44,8 @@ _RECURRENT = {
     "aten::mkldnn_rnn_layer_backward": 2,
     "aten::_cudnn_rnn": 1,
     "aten::_cudnn_rnn_backward": 2,
+    "aten::miopen_rnn": 1,
+    "aten::miopen_rnn_backward": 2,
 }
 """Layers that step through a sequence -> how many products each weight is in."""
 

@@ -36,8 +36,8 @@ MOST_BYTES = 2**30
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
-_CUDNN_LAYERS = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward"})
-KEPT_FOR = {"mkldnn_rnn_layer_backward": 22, "_cudnn_rnn_backward": 20}
+_GPU_LAYERS = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"})
+KEPT_FOR = {"mkldnn_rnn_layer_backward": 22, "_cudnn_rnn_backward": 20, "miopen_rnn_backward": 19}
 """Operations -> the operand that forward kept for them in a layout of the library's own."""
 _OTHERS = frozenset(
     {
@@ -112,7 +112,7 @@ def keeps_more(func: Any) -> bool:
     Args:
         func: the operation.
     """
-    return torch.is_grad_enabled() and _name(func) in _LAYERS | _CUDNN_LAYERS
+    return torch.is_grad_enabled() and _name(func) in _LAYERS | _GPU_LAYERS
 
 
 def lacks_operand(func: Any, args: Any) -> bool:

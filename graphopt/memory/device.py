@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from graphopt.memory.cpucalls import (
-    KEPT_FOR,
     cpu_bytes,
     cpu_result,
     described,
@@ -41,6 +41,7 @@ from graphopt.memory.cpucalls import (
     takes_inside,
     zeros,
 )
+from graphopt.memory.forms import APART, UNTOLD, apart
 from graphopt.memory.labels import Label
 from graphopt.memory.tracker import Allocation, StorageTracker, storages_of
 
@@ -65,6 +66,8 @@ MEASURED = (
     "native_batch_norm_backward",
     "_cudnn_rnn",
     "_cudnn_rnn_backward",
+    "miopen_rnn",
+    "miopen_rnn_backward",
     "index_put",
     "_index_put_impl_",
     "sort",
@@ -94,21 +97,6 @@ MEASURED = (
     "linalg_vector_norm",
 )
 """ATen operations whose inner allocations on CUDA are measured by a call."""
-
-UNTOLD = {"mkldnn_rnn_layer": (3,), "_cudnn_rnn": (3,)}
-"""ATen operations of which some results, by their places, have no byte in their fake forms.
-
-What forward keeps for backward in a layout of the library's own: only a call tells its size. Real
-and fake storages compared over torch's own samples of operators, on a CPU with torch 2.13, show no
-other, save the indices of `_sparse_mm_reduce_impl` and the losses that the tracker knows.
-"""
-
-APART = {"mkldnn_rnn_layer_backward": torch.float32}
-"""Operations whose results have a storage each, and that dtype, which their fake forms lack.
-
-The two gradients of biases, places 3 and 4, are one there; torch 2.11 has all in the dtype of the
-operands, and without biases gives these two the sizes of weights.
-"""
 
 
 def gemm_workspace(device: torch.device) -> int:
@@ -220,10 +208,7 @@ class Inside:
         name = func._schema.name.removeprefix("aten::")
         if func.namespace != "aten" or not (name in UNTOLD or name in APART):
             return out
-        found = list(out)
-        if name in APART:
-            sizes = [t.shape[:1] if place in (3, 4) else t.shape for place, t in enumerate(out)]
-            found = [out[0].new_empty(size, dtype=APART[name]) for size in sizes]
+        found = apart(name, out) if name in APART else list(out)
         for place in UNTOLD.get(name, ()):
             fake = out[place]
             if not isinstance(fake, torch.Tensor) or fake.numel():
@@ -387,7 +372,8 @@ def _asked(
     def run() -> int | None:
         if lacks_operand(func, args):
             return None
-        with _disable_current_modes(), torch.set_grad_enabled(grad):
+        with _disable_current_modes(), torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's own call warns, too
             return measure(func, args, kwargs, device)
 
     return remembered(_known, torch.cuda.get_device_name(device), key, run)
@@ -407,8 +393,9 @@ def _measure(func: Any, args: Any, kwargs: Any, device: torch.device) -> int | N
     try:
         with torch.random.fork_rng(devices=[device]):
             real = tree_map(zeros, (args, kwargs))
-            if func is torch.ops.aten._cudnn_rnn_backward.default:
-                real = _with_reserve(real[0]), real[1]
+            forward = _LAYERS.get(func)
+            if forward is not None:
+                real = _with_reserve(func, forward, real[0]), real[1]
             func(*real[0], **real[1])  # the first call builds plans and takes lasting workspaces
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -425,12 +412,19 @@ def _measure(func: Any, args: Any, kwargs: Any, device: torch.device) -> int | N
         return None
 
 
-def _with_reserve(args: Any) -> tuple[Any, ...]:
+_LAYERS = {
+    torch.ops.aten._cudnn_rnn_backward.default: torch.ops.aten._cudnn_rnn.default,
+    torch.ops.aten.miopen_rnn_backward.default: torch.ops.aten.miopen_rnn.default,
+}
+"""Backward of a recurrent layer -> its forward."""
+
+
+def _with_reserve(func: Any, forward: Any, args: Any) -> tuple[Any, ...]:
     """Arguments of a layer's backward, with what its forward keeps for it in the place of zeros."""
-    place = KEPT_FOR["_cudnn_rnn_backward"]
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=True)}
     with torch.enable_grad():
-        reserve = torch.ops.aten._cudnn_rnn.default(*args[:6], *args[10:20])[3]
-    return (*args[:place], reserve, *args[place + 1 :])
+        kept = forward(*(given[a.name] for a in forward._schema.arguments))[3]
+    return tuple(kept if name == "reserve" else value for name, value in given.items())
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
 from graphopt.graph.hooks import unwatched
 from graphopt.memory.device import Inside, launching_nothing
+from graphopt.memory.forms import form_of
 from graphopt.memory.inner import Account, Inner, expanded
 from graphopt.memory.inplace import sole, takes_over
 from graphopt.memory.labels import LOSS, Label, Labels
@@ -181,6 +182,7 @@ class Recorder:
             only=only,
             takes_over=takes_over,
             whole=self.inside.whole,
+            form=form_of,
         )
         self.inner.tracker = self.tracker
 

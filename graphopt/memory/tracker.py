@@ -82,6 +82,7 @@ class StorageTracker(TorchDispatchMode):
         takes_over: says of an operation whether its result takes the place of its first operand.
         whole: operation, arguments, result -> the result to go on with: where the fake form of an
             operation has less than the real one.
+        form: operation -> its fake form, where torch has none, or None to run the operation.
 
     Attributes:
         allocations: every storage met, in the order of births.
@@ -105,6 +106,7 @@ class StorageTracker(TorchDispatchMode):
         only: str | None = None,
         takes_over: Callable[[Any, Sequence[Any]], bool] | None = None,
         whole: Callable[[Any, Any, Any, Any], Any] | None = None,
+        form: Callable[[Any], Callable[..., Any] | None] | None = None,
     ) -> None:
         super().__init__()
         self.rounding = rounding
@@ -117,6 +119,7 @@ class StorageTracker(TorchDispatchMode):
         self._only = only
         self._takes_over = takes_over
         self._whole = whole
+        self._form = form
 
     # ---- recording
 
@@ -137,7 +140,8 @@ class StorageTracker(TorchDispatchMode):
             with self:
                 out = instead(*args, **kwargs)
         if out is NotImplemented:
-            out = func(*args, **kwargs)
+            form = self._form(func) if self._form is not None else None
+            out = (form or func)(*args, **kwargs)
         if self._whole is not None:
             out = self._whole(func, args, kwargs, out)
         if over:
