@@ -136,6 +136,7 @@ def _merge(casts: list[fx.Node], body: Body, log: Log, name: str) -> None:
     first = casts[0]
     before = _maker(first)
     stacks = list(dict.fromkeys(tuple(cast_sources(c) or ()) for c in casts))
+    stacks.sort(key=lambda stack: _place(stack[0], body))
     editor = Editor(body.graph, name)
     merged, items = emit_casts(
         [list(s) for s in stacks], first.meta["val"].dtype, before, first, editor
@@ -151,6 +152,15 @@ def _merge(casts: list[fx.Node], body: Body, log: Log, name: str) -> None:
         editor.inherit(item, cast)
         editor.replace_uses(cast, item)
     editor.erase(old)
+
+
+def _place(source: fx.Node, body: Body) -> int:
+    """Where a weight begins in its storage.
+
+    Copies lie in the order of the weights, since those of a recurrent layer are parts of one buffer
+    in cuDNN's order: it reads copies that lie as the weights do, and gathers others at every call.
+    """
+    return int(body.attribute(str(source.target)).storage_offset())
 
 
 def _maker(cast: fx.Node) -> fx.Node:

@@ -119,3 +119,23 @@ def test_the_plan_counts_them() -> None:
 )
 def test_blocks(path: str, block: str) -> None:
     assert block_of(path) == block
+
+
+def test_copies_lie_as_the_weights_do() -> None:
+    """Those of a recurrent layer on a GPU are parts of one buffer, in cuDNN's own order."""
+    block = Block()
+    flat = torch.cat([p.detach().flatten() for p in reversed(list(block.parameters()))])
+    end = flat.numel()
+    for p in block.parameters():
+        p.data = flat[end - p.numel() : end].view(p.shape)
+        end -= p.numel()
+    opt = graphopt.optimize(nn.Sequential(block), X, precision="bf16")
+    cast = torch.ops.graphopt.cast_weights.default
+    (merged,) = (n for n in opt.body.graph.nodes if n.target is cast)
+    assert [n.target for n in merged.args[0]] == [
+        "0.b.bias",
+        "0.b.weight",
+        "0.a.bias",
+        "0.a.weight",
+    ]
+    torch.testing.assert_close(opt(X), block(X), atol=1e-2, rtol=1e-2, check_dtype=False)
