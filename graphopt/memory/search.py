@@ -9,6 +9,8 @@ step. For each of a row of peaks two greedy searches meet, and the better plan s
 - from below: begin with a plan that keeps little more than where segments of the graph begin, and
   keep, of what is left, that which saves the most time for its bytes, as long as every step fits.
 
+Between two plans whose peaks are far apart more are looked for, from the tighter one.
+
 Both look at the peak of the replay (`graphopt.memory.simulate`) and not at the sum of what is
 saved: a recompute brings back all that its chain drops at once.
 """
@@ -17,12 +19,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from graphopt.memory.simulate import Outcome, Timeline, Value, simulate
 
 LEVELS = 48
 """For how many peaks between the plain one and the least a plan is searched."""
+
+NEAR = 0.01
+"""Plans lie that near to each other, as a share of what can be saved, where there are any."""
 
 SMALL = 100
 """Up to so many values every single change of every plan of the list is tried."""
@@ -80,6 +86,12 @@ def pareto(timeline: Timeline, levels: int = LEVELS) -> list[Point]:
         for seed in _spread([s for s in seeds if s.peak <= limit]):
             search.up(seed.dropped, limit)
         search.polish(limit)
+    for loose, tight in itertools.pairwise(search.front()):
+        parts = round((loose.peak - tight.peak) / (NEAR * (plain.peak - floor + 1)))
+        for i in range(1, parts):
+            limit = tight.peak + (loose.peak - tight.peak) * i // parts
+            search.up(tight.dropped, limit)
+            search.polish(limit)
     if len(timeline.values) <= SMALL:
         front = search.front()[1:]
         for point in front[:: max(1, len(front) // levels)]:
