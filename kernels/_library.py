@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from graphopt.errors import UnsupportedError
 from graphopt.kernels import _launch
 from graphopt.kernels._batched import for_each_sample, is_batched
+from graphopt.kernels._once import once, without_gradient
 
 LIBRARY = torch.library.Library("graphopt", "DEF")
 
@@ -63,6 +63,7 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     gradient: Gradient | None = None,
+    own_autograd: bool = False,
     tags: tuple[torch.Tag, ...] = (),
 ) -> torch._ops.OpOverload:
     """Define ``torch.ops.graphopt.<name>`` and all its implementations.
@@ -74,7 +75,9 @@ def define(
             must be the schema's, since the dispatcher leaves defaults out.
         reference: plain torch, any device and dtype.
         fake: shapes and dtypes only; outputs are contiguous, as the kernels write them.
-        gradient: how to differentiate; None for operators that are never differentiated.
+        gradient: how to differentiate; without one, results refuse to be differentiated.
+        own_autograd: whether the caller registers what runs at the level of autograd
+            (`differentiable`).
         tags: torch tags, such as ``nondeterministic_seeded``.
 
     Returns:
@@ -95,6 +98,8 @@ def define(
     if gradient is not None:
         function = _make_function(name, gradient)
         differentiable(overload, _autograd(overload, function), _shortest(overload, function))
+    elif not own_autograd:
+        LIBRARY.impl(name, without_gradient(overload), "Autograd")
     if launch is not None:
         _LAUNCHING.add(overload)
     return overload
@@ -309,7 +314,8 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`, in half its host time where functorch has no part in it.
 
     Example:
-        >>> applied(_Once)("an op", 1, torch.ones(2))
+        >>> from graphopt.kernels._once import Once
+        >>> applied(Once)("an op", 1, torch.ones(2))
         (tensor([1., 1.]),)
     """
     bare = _bare_apply(function)
@@ -388,39 +394,3 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
 
     Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"
     return Fused
-
-
-class _Once(torch.autograd.Function):
-    """Passes gradients through; refuses to be differentiated itself."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        ctx.name = name
-        return tuple(g.detach() for g in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(
-            f"double backward of graphopt::{ctx.name}",
-            why="its gradient is a kernel of its own that has no derivative",
-            try_="optimize the module with fuse=False, or leave this module as it is",
-        )
-
-
-def once(name: str, results: Args, sources: Args) -> Args:
-    """Gradients made under create_graph=True: usable, but an error when differentiated again.
-
-    torch's own ``once_differentiable`` looks only at the incoming gradients, so a gradient penalty
-    on ``y.sum()`` would be silently constant there; here every result carries the refusal. It hangs
-    on what the gradients were computed from, too: ``autograd.grad(..., allow_unused=True)`` walks
-    only towards the tensors that it is asked for, and would find nothing on the way to a weight.
-    """
-    there = [i for i, g in enumerate(results) if g is not None]
-    with torch.enable_grad():
-        made = [results[i].detach().requires_grad_() for i in there]
-        behind = [t for t in sources if t is not None and t.requires_grad]
-        marked = _Once.apply(name, len(made), *made, *behind)
-    merged = list(results)
-    for i, g in zip(there, marked, strict=True):
-        merged[i] = g
-    return tuple(merged)

@@ -220,6 +220,7 @@ _CAST = define(
     launch=None,
     reference=cast_weights,
     fake=_fake,
+    own_autograd=True,
 )
 
 

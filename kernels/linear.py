@@ -203,6 +203,7 @@ _LINEAR = define(
     launch=None,
     reference=linear_wide_reference,
     fake=_fake,
+    own_autograd=True,
 )
 
 

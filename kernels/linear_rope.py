@@ -26,8 +26,8 @@ from graphopt.kernels._library import (
     differentiable,
     differentiated,
     invoke,
-    once,
 )
+from graphopt.kernels._once import once
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 from graphopt.kernels._pointwise import arithmetic, kernel_serves
 from graphopt.kernels.linear import bias_gradients, parameter_gradients, product
@@ -243,6 +243,7 @@ _LINEAR_ROPE = define(
     launch=_launch,
     reference=linear_rope_reference,
     fake=_fake,
+    own_autograd=True,
 )
 
 
