@@ -259,4 +259,5 @@ def test_cudnn_s_layers_are_cast_as_under_autocast(
         y.float().square().sum().backward()
         found.append([y, *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*found, atol=1e-2, rtol=1e-2)
-    assert not [w for w in recwarn if "contiguous chunk of memory" in str(w.message)]
+    if bias:  # copies without biases leave no room for them, as cuDNN wants it: it gathers them
+        assert not [w for w in recwarn if "contiguous chunk of memory" in str(w.message)]
