@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _REAL = frozenset({torch.Tensor, torch.nn.Parameter})
 
 MOST = 4096
 """Keys that are kept for an operator; where shapes never repeat, all are forgotten at once."""
+
+FIRST = 4
+"""Kinds of tensors that are looked for first, for each set of options."""
 
 _ALL: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
@@ -63,22 +67,69 @@ class Prepared:
     def __init__(self, prepare: Callable[[tuple[MaybeTensor, ...], tuple[Any, ...]], Run]) -> None:
         self._prepare = prepare
         self._known: dict[Any, Run] = {}
+        self._first: dict[Any, list[tuple[Callable[[Any], bool], Run]]] = {}
         _ALL.add(self)
 
     def __call__(self, tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]) -> Any:
         """Run on some tensors; options must be hashable."""
+        first = self._first.get(options)
+        if first is not None:
+            for alike, run in first:
+                if alike(tensors):
+                    return run(*tensors)
         key = (options, *[facts(t) for t in tensors])
-        run = self._known.get(key)
-        if run is None:
-            run = self._prepare(tensors, options)
+        known = self._known.get(key)
+        if known is None:
+            known = self._prepare(tensors, options)
             if len(self._known) >= MOST:
-                self._known.clear()
-            self._known[key] = run
-        return run(*tensors)
+                self.forget()
+            self._known[key] = known
+        elif first is None or len(first) < FIRST:  # the second time: it may come often
+            self._first.setdefault(options, []).append((_alike(tensors), known))
+        return known(*tensors)
 
     def forget(self) -> None:
         """Forget what was worked out."""
         self._known.clear()
+        self._first.clear()
+
+
+def _never(given: Any) -> bool:
+    return False
+
+
+def _alike(tensors: tuple[MaybeTensor, ...]) -> Callable[[Any], bool]:
+    """Whether some tensors are as these in all that `facts` tells, as a function that runs in C.
+
+    Torch's own guards compare, and compare more (class, dispatch keys, `requires_grad`): what they
+    do not know may be equal all the same. They are private, and say of a tensor that is there twice
+    that it differs; where they cannot serve, nothing is alike.
+    """
+    there = [i for i, t in enumerate(tensors) if t is not None]
+    found = [tensors[i] for i in there]
+    if not found or not _REAL.issuperset(map(type, found)):
+        return _never
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: list[Any] = [list(t.shape) for t in found if t is not None]
+        strides: list[Any] = [list(t.stride()) for t in found if t is not None]
+        guards = TensorGuards(*found, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if not guards.check(*found):
+            return _never
+    except (ImportError, TypeError, RuntimeError, AttributeError):
+        return _never
+    check = guards.check
+    missing = [i for i, t in enumerate(tensors) if t is None]
+    if not missing:
+        return lambda given: check(*given)
+    # an index twice, so that one alone gives a tuple, too
+    rest, none = itemgetter(missing[0], *missing), (None,) * (1 + len(missing))
+    if len(there) == 1:
+        only = there[0]
+        return lambda given: check(given[only]) and all(map(is_, rest(given), none))
+    pick = itemgetter(*there)
+    return lambda given: check(*pick(given)) and all(map(is_, rest(given), none))
 
 
 def forget() -> None:

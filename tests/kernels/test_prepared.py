@@ -164,7 +164,7 @@ def test_a_call_does_not_depend_on_those_before(triton_backend, name):
         (dx,) = torch.autograd.grad(y, x, y.detach())
         return [y, dx]
 
-    after_others = [run(x) for x in (*layouts(), *layouts())][len(layouts()) :]
+    after_others = [run(x) for _ in range(3) for x in layouts()][-len(layouts()) :]
     for x, found in zip(layouts(), after_others, strict=True):
         _prepared.forget()
         for a, b in zip(found, run(x), strict=True):
@@ -220,6 +220,31 @@ def test_what_is_known_is_bounded(monkeypatch):
     for i in range(10):
         assert prepared((torch.ones(1),), (i,)) == i
     assert len(prepared._known) <= 3
+
+
+def test_a_call_is_known_by_all_that_its_tensors_are():
+    x, y = torch.ones(2, 3), torch.ones(3)
+    kinds = [
+        (x, None, None), (x, y, None), (x, None, y), (None, None, y), (y, None, None), (x, x, y),
+        (x.t(), None, None), (x.half(), y, None), (x.clone(), y.clone().requires_grad_(), None),
+    ]  # fmt: skip
+    prepared = _prepared.Prepared(lambda tensors, options: lambda *given: told(tensors))
+
+    def told(tensors):
+        return [_prepared.facts(t) for t in tensors]
+
+    for _ in range(3):
+        for kind in (*kinds, *reversed(kinds)):
+            for _ in range(2):
+                assert prepared(kind, ("an option",)) == told(kind)
+    assert len(prepared._first[("an option",)]) == _prepared.FIRST
+    assert len(prepared._known) == len(kinds) - 1  # the last differs from another in no fact
+
+
+def test_what_is_looked_for_first_needs_no_guards_of_torch(monkeypatch):
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
+    prepared = _prepared.Prepared(lambda tensors, options: lambda x: len(tensors[0]))
+    assert [prepared((torch.ones(n),), ()) for n in (1, 1, 1, 2, 2, 2)] == [1, 1, 1, 2, 2, 2]
 
 
 def test_an_error_is_raised_every_time(triton_backend):
