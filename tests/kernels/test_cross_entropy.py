@@ -322,9 +322,9 @@ def test_opcheck():
 @pytest.mark.parametrize("cols", [32000, 50257, 128256])
 @pytest.mark.parametrize("padded", [False, True])
 def test_real_size(check, cols, padded):
-    logits = torch.randn(2048, cols + (7 * 8 - cols) % 8 * padded, device="cuda").bfloat16()
+    logits = torch.randn(256, cols + (7 * 8 - cols) % 8 * padded, device="cuda").bfloat16()
     logits = (logits * 3)[:, :cols].requires_grad_()
-    target = torch.randint(cols, (2048,), device="cuda")
+    target = torch.randint(cols, (256,), device="cuda")
     target[::5] = -100
     loss = G.cross_entropy(logits, target, out_dtype=torch.float32)
     (slope,) = torch.autograd.grad(loss, logits)

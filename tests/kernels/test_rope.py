@@ -351,7 +351,7 @@ def test_served_layouts_never_reach_the_reference(triton_backend, monkeypatch, l
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["heads apart", "contiguous", "part of packed qkv"])
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shape", [(8, 16, 2048, 128), (2, 12, 1023, 80), (3, 7, 513, 256)])
+@pytest.mark.parametrize("shape", [(2, 16, 2048, 128), (2, 12, 1023, 80), (3, 7, 513, 256)])
 def test_real_sizes(check, layout, interleaved, shape):
     device = torch.device("cuda")
     x = laid_out(layout, shape, device, torch.bfloat16)
@@ -381,4 +381,4 @@ def test_more_than_two_to_the_31_elements():
     table[0][-3:], table[1][-3:] = cos, sin
     y = G.rope(x, *table)
     assert torch.equal(y[:, :, -3:], G.rope(x[:, :, -3:].clone(), cos, sin))
-    assert y[:, :, :-3].abs().max() == 0
+    assert not y[:, :, :-3].any()
