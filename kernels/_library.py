@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -96,8 +96,10 @@ def define(
     torch.library.register_fake(f"graphopt::{name}", fake, lib=LIBRARY)
     _DIRECT[overload] = run
     if gradient is not None:
-        function = _make_function(name, gradient)
-        differentiable(overload, _autograd(overload, function), _shortest(overload, function))
+        function, unguarded = _make_functions(name, gradient)
+        # `direct` has looked for functorch
+        short = Short(_bare_apply(unguarded), _by_position(_DIRECT[overload], overload))
+        differentiable(overload, _autograd(overload, function), short)
     elif not own_autograd:
         LIBRARY.impl(name, without_gradient(overload), "Autograd")
     if launch is not None:
@@ -107,24 +109,36 @@ def define(
 
 _DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _LAUNCHING: set[torch._ops.OpOverload] = set()
-_ABOVE: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+_ABOVE: dict[torch._ops.OpOverload, Short] = {}
+
+
+class Short(NamedTuple):
+    """What `direct` runs of an operator, by whether a tensor among its operands wants a gradient.
+
+    Both take every argument by position.
+
+    Args:
+        recorded: where one does, and gradients are recorded.
+        plain: where none does; operands in a list do not count.
+    """
+
+    recorded: Callable[..., Any]
+    plain: Callable[..., Any]
 
 
 def differentiable(
-    overload: torch._ops.OpOverload,
-    above: Callable[..., Any],
-    shortest: Callable[..., Any] | None = None,
+    overload: torch._ops.OpOverload, above: Callable[..., Any], short: Short | None = None
 ) -> None:
     """Register what an operator runs at the level of autograd.
 
     Args:
         overload: the operator.
         above: takes the schema's Python signature.
-        shortest: the same for `direct`, where nobody is watching; it takes every argument by
-            position. None where ``above`` does.
+        short: the same for `direct`, where nobody is watching; None where ``above`` takes every
+            argument by position.
     """
     LIBRARY.impl(overload._schema.name.removeprefix("graphopt::"), above, "Autograd")
-    _ABOVE[overload] = shortest or above
+    _ABOVE[overload] = short or Short(above, above)
 
 
 def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -135,9 +149,11 @@ def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """
     if _dispatch_modes() or _is_functionalizing(_FUNCTIONALIZE):
         return overload(*args, **kwargs)
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) not in _ORDINARY and isinstance(value, torch.Tensor):
-            return overload(*args, **kwargs)
+    values = (*args, *kwargs.values()) if kwargs else args
+    if not _ORDINARY.issuperset(map(type, values)):  # in C, which a loop would take twice as long
+        for value in values:
+            if type(value) not in _ORDINARY and isinstance(value, torch.Tensor):
+                return overload(*args, **kwargs)
     return _DIRECT[overload](*args, **kwargs)
 
 
@@ -175,21 +191,26 @@ def direct(overload: Any) -> Callable[..., Any] | None:
     above = _ABOVE.get(overload)
     if above is None:
         return None
+    recorded, plain = above
     tensors, lists = _places(overload)
     whole = _by_position(overload)
 
     def call(*values: Any) -> Any:
         if watched():
             return whole(*values)
+        run, recording = plain, _grad_mode()
         for i in tensors:
             value = values[i]
-            if value is not None and type(value) not in _PLAIN:
-                return whole(*values)
+            if value is not None:
+                if type(value) not in _PLAIN:
+                    return whole(*values)
+                if recording and value.requires_grad:
+                    run, recording = recorded, False
         for i in lists:
             for value in values[i] or ():
                 if type(value) not in _PLAIN:
                     return whole(*values)
-        return above(*values)
+        return run(*values)
 
     call.__name__ = call.__qualname__ = overload.__name__
     return call
@@ -286,25 +307,6 @@ def _choose(
     return run
 
 
-def _shortest(
-    overload: torch._ops.OpOverload, function: type[torch.autograd.Function]
-) -> Callable[..., Any]:
-    """What `direct` runs of an operator with a `Gradient`."""
-    tensors, _ = _places(overload)
-    below = _by_position(_DIRECT[overload], overload)
-    apply = _bare_apply(function)  # `watched` has looked for functorch
-
-    def shortest(*values: Any) -> Any:
-        if _grad_mode():
-            for i in tensors:
-                value = values[i]
-                if value is not None and value.requires_grad:
-                    return apply(*values)
-        return below(*values)
-
-    return shortest
-
-
 def _bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`Function.apply` without its Python, which looks for functorch."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
@@ -357,18 +359,29 @@ def differentiated(*values: Any) -> bool:
     return forward_ad._current_level >= 0
 
 
-def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Function]:
+def _make_functions(
+    name: str, gradient: Gradient
+) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+    """The Function of an operator, and the same for where nobody is watching.
+
+    Forward and backward run without recording. Below autograd, too, where operators may go through
+    the dispatcher: they would be asked for their gradient again. To say so costs the host about a
+    microsecond.
+    """
     sources = gradient.second_from
 
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                outputs, saved, kept = gradient.forward(*args)
+            outputs, saved, kept = gradient.forward(*args)
             ctx.save_for_backward(*saved)
             ctx.kept = kept
             ctx.set_materialize_grads(False)
-            if sources and not any(ctx.needs_input_grad[i] for i in sources):
+            if sources:
+                needs = ctx.needs_input_grad
+                for i in sources:
+                    if needs[i]:
+                        return outputs
                 ctx.mark_non_differentiable(outputs[1])
             return outputs
 
@@ -385,12 +398,21 @@ def _make_function(name: str, gradient: Gradient) -> type[torch.autograd.Functio
                 return (None,) * len(needs)
             # Outside the guard: torch.utils.checkpoint runs the forward again to give them.
             saved = ctx.saved_tensors
-            if not torch.is_grad_enabled():
+            if not _grad_mode():
+                if not _dispatch_modes():
+                    return gradient.backward(saved, ctx.kept, needs, grads)
                 with torch._C._AutoDispatchBelowAutograd():
                     return gradient.backward(saved, ctx.kept, needs, grads)
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 results = gradient.backward(saved, ctx.kept, needs, grads)
             return once(name, results, (*saved, *grads))
 
-    Fused.__name__ = Fused.__qualname__ = f"graphopt_{name}"
-    return Fused
+    class GuardedFused(Fused):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return Fused.forward(ctx, *args)
+
+    for function in (GuardedFused, Fused):
+        function.__name__ = function.__qualname__ = f"graphopt_{name}"
+    return GuardedFused, Fused

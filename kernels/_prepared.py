@@ -250,6 +250,8 @@ class Launch:
 
         self._knobs = knobs.runtime
         self._devices = driver.active.get_current_device
+        if self._devices is torch.cuda.current_device:  # CUDA is awake by now: without its Python
+            self._devices = torch._C._cuda_getDevice
         self._streams = driver.active.get_current_stream
         self._device = next(t.get_device() for t in pointers if t is not None)
         if self._device < 0:  # tensors of another kind of memory: Triton's own device
