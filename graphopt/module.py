@@ -50,23 +50,15 @@ _OWN = frozenset(
         "_settings",
         "_compile_body",
         "_compiled_call_impl",
+        "forward",  # a wrapper's (torch.cuda.make_graphed_callables, accelerate), around our own
         "training",
     }
 )
 
-_SHOWN = frozenset(
-    {
-        "graph",
-        "code",
-        "rewrites",
-        "refusals",
-        "recaptures",
-        "precision_plan",
-        "memory_plan",
-        "entry",
-        "body",
-    }
-)
+_SHOWN = frozenset({
+    "graph", "code", "rewrites", "refusals", "recaptures",
+    "precision_plan", "memory_plan", "entry", "body",
+})  # fmt: skip
 """What an optimized module shows and nobody sets."""
 
 _CONTAINER = ("__len__", "__getitem__", "__setitem__", "__iter__", "__contains__", "__reversed__")
@@ -368,7 +360,10 @@ class GraphoptModule(fx.GraphModule):
             setattr(self.source, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.source, name)
+        if name == "forward":
+            object.__delattr__(self, name)
+        else:
+            delattr(self.source, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.source)})
@@ -405,18 +400,29 @@ class GraphoptModule(fx.GraphModule):
     # ---- copies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (GraphoptModule, self.source, self._settings, self._compile_body)
+        given = (GraphoptModule, self.source, self._settings, self._compile_body)
+        return _rebuild, given, self._wrapped()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def _wrapped(self) -> dict[str, Any]:
+        """What a wrapper has set on this module and not on its source."""
+        return {"forward": self.__dict__["forward"]} if "forward" in self.__dict__ else {}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return self.__reduce__()
 
     def __copy__(self) -> GraphoptModule:
-        return _rebuild(GraphoptModule, self.source, self._settings, self._compile_body)
+        new = _rebuild(*self.__reduce__()[1])
+        new.__setstate__(self._wrapped())
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphoptModule:
         source = copy.deepcopy(self.source, memo)
         new = _rebuild(GraphoptModule, source, self._settings, self._compile_body)
         memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self._wrapped(), memo))
         return new
 
 

@@ -52,6 +52,29 @@ def test_signature_is_the_sources():
     assert inspect.signature(opt.forward) == inspect.signature(net.forward)
 
 
+class Doubled:
+    """A wrapper's forward, as accelerate's and `torch.cuda.make_graphed_callables`' are."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, *args, **kwargs):
+        return 2 * self.forward(*args, **kwargs)
+
+
+def test_a_forward_that_a_wrapper_sets_is_called_and_the_source_is_left_alone():
+    net = nn.Linear(4, 2)
+    opt, x = GraphoptModule(net), torch.ones(1, 4)
+    opt.forward = Doubled(opt.forward)
+    assert torch.equal(opt(x), 2 * net(x))
+    assert "forward" not in net.__dict__
+    assert opt.recaptures == []
+    for made in (copy.copy(opt), copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert torch.equal(made(x), 2 * net(x))
+    del opt.forward
+    assert torch.equal(opt(x), net(x))
+
+
 def test_state_is_the_sources():
     net, twin = Net(), Net()
     opt = GraphoptModule(net)
