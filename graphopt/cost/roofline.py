@@ -62,22 +62,23 @@ class Rates:
         return size / (self.host_gbs * 1e6) if self.host_gbs else float("inf")
 
 
-# Copy, bf16 products and floor measured with graphopt's benchmarks on 2026-12-01. What was not
-# measured is the data sheet's: tf32 at half of bf16, float32 and float64 outside and inside tensor
-# cores, PCIe 5.0 x16 less a fifth.
+# Copy, floor and the link to the host measured with graphopt's benchmarks, bf16 products as they ran
+# within a language model's training step (772 over all of a step's; alone, on a cooler device, one
+# reached 806); 2026-12-02. What was not measured is the data sheet's: tf32 at half of bf16, float32
+# and float64 outside and inside tensor cores.
 H200 = Rates(
     name="NVIDIA H200",
     copy_gbs=4250.0,
     tflops={
-        "bfloat16": 806.0,
-        "float16": 806.0,
-        "tf32": 403.0,
+        "bfloat16": 770.0,
+        "float16": 770.0,
+        "tf32": 385.0,
         "float32": 60.0,
         "float64": 60.0,
     },
     floor_us=4.0,
-    host_gbs=50.0,
-    source="H200, 2026-12-01",
+    host_gbs=54.0,
+    source="H200, 2026-12-02",
 )
 
 # `calibrate("cpu")` with one thread on a shared x86 server core that has no fast float16.
