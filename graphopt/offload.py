@@ -12,7 +12,9 @@ that were begun with it are done. Elsewhere a copy is a plain one, at the same p
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -43,8 +45,7 @@ class HostCopy:
         self._beside = tensor.is_cuda and not isinstance(tensor, FakeTensor)
         self.done: torch.cuda.Event | None = None
         tensor = tensor.detach()
-        # out of sight of whoever counts the memory of the device
-        with torch.no_grad(), _disable_current_modes():
+        with _unseen():
             if not self._beside:
                 self._host = tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
                 return
@@ -141,6 +142,15 @@ def _check_capture() -> None:
             why="each step takes pinned memory and waits for copies, which a graph cannot record",
             try_="offload=False for a step that is captured, or the step without a CUDA graph",
         )
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """Out of sight of whoever counts the memory of the device."""
+    return _disable_current_modes() if _dispatch_modes() else _NOTHING
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_NOTHING = contextlib.nullcontext()
 
 
 def _copied(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.cuda.Event:
