@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 def net(p=0.0):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(64, p) for _ in range(4))).cuda(), torch.randn(32, 64).cuda()
+    return nn.Sequential(*(Block(64, p) for _ in range(4))).cuda(), torch.randn(8192, 64).cuda()
 
 
 def step(opt, model, x):
