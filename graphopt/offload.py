@@ -51,7 +51,11 @@ class HostCopy:
                 return
             _check_capture()
             self._host = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True
+                tensor.shape,
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device="cpu",  # whatever `torch.device` as a context says
+                pin_memory=True,
             )
             self.done = _copied(self._host, tensor, self._device)
 
