@@ -136,6 +136,7 @@ class _Adviser:
             memory = torch.cuda.get_device_properties(self.device).total_memory
         self.memory = memory
         self._bodies: dict[str | None, Body] = {}
+        self._short = False  # whether the step does not fit without a plan
 
     def tried(self, options: dict[str, Any]) -> _Tried:
         """The body with some options of `optimize`; without any, the captured one as it is."""
@@ -244,7 +245,7 @@ class _Adviser:
         except BudgetError:
             left_out.append(("memory", "recomputing brings the peak no lower"))
             return ()
-        short = self.memory is not None and peak > ROOM * self.memory
+        short = self._short = self.memory is not None and peak > ROOM * self.memory
         if short:
             assert self.memory is not None
             wanted = [p for p in curve if p.peak_bytes <= ROOM * self.memory]
@@ -287,7 +288,37 @@ class _Adviser:
                     rows[at] = dataclasses.replace(
                         rows[at], measured_ms=row.ms, measured_peak_bytes=row.peak_bytes
                     )
-        return dataclasses.replace(advice, settings=tuple(rows))
+        at = borne_out(rows, self._short)
+        notes = [*advice.notes, *map(_slower, rows[at + 1 :])]
+        return dataclasses.replace(advice, settings=tuple(rows), notes=tuple(notes), advised=at)
+
+
+def borne_out(rows: Sequence[Setting], short: bool) -> int:
+    """Which setting to advise: the last whose measured time bears out that it should be added.
+
+    Args:
+        rows: each with what the rows before it have; those that were not run count as predicted.
+        short: whether a budget is needed, whatever it costs.
+
+    Example:
+        >>> times = {"as it is": 9.0, "+ precision": 4.0, "+ kernels": 5.0}
+        >>> borne_out([Setting(n, {}, 9.0, 1, measured_ms=ms) for n, ms in times.items()], False)
+        1
+    """
+    at, least = 0, rows[0].measured_ms or float("inf")
+    for i, row in enumerate(rows[1:], 1):
+        extra = WORTH if "memory_budget" not in row.options else float("inf") if short else CHEAP
+        if row.measured_ms is None or row.measured_ms <= least * (1 + extra):
+            at = i
+        least = min(least, row.measured_ms or least)
+    return at
+
+
+def _slower(row: Setting) -> str:
+    return (
+        f"{row.name} is not advised: measured, it costs more time than it may, and more than its"
+        " kernels take by prediction; where tensors are small the host limits, which issues them"
+    )
 
 
 def _room(memory: int | str | None) -> int | None:

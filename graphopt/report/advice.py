@@ -48,6 +48,7 @@ class Advice:
         memory_by_kind: bytes at the predicted peak of the model as it is, by what they are for.
         curve: what a memory budget costs on top of the last row: (peak bytes, extra ms).
         notes: what the figures leave out.
+        advised: which of the settings; the last, unless a measurement speaks against it.
     """
 
     model: str
@@ -58,11 +59,12 @@ class Advice:
     memory_by_kind: tuple[tuple[str, int], ...]
     curve: tuple[CurvePoint, ...]
     notes: tuple[str, ...]
+    advised: int = -1
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `optimize` that are advised together."""
-        return dict(self.settings[-1].options)
+        return dict(self.settings[self.advised].options)
 
     @property
     def call(self) -> str:

@@ -1,5 +1,6 @@
 """Advice: settings in the order of their gain, memory on top, what is left out and why."""
 
+import importlib
 import json
 
 import pytest
@@ -10,6 +11,9 @@ import graphopt
 from graphopt import cli
 from graphopt.memory.oracle import predict
 from graphopt.options import OptionError
+from graphopt.report.advice import Setting
+
+advise = importlib.import_module("graphopt.advise")  # the package's `advise` is the function
 
 
 class Net(nn.Module):
@@ -77,6 +81,32 @@ def test_measured_rows_hold_both_figures():
     found = graphopt.advise(Net(depth=2), torch.randn(64, 64), measured=True)
     assert found.settings[0].measured_ms > 0
     assert "measured ms" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("times", "short", "at"),
+    [
+        ((9.0, 4.0, 3.0, 3.2), False, 3),
+        ((9.0, 4.0, 5.0, 6.0), False, 1),
+        ((9.0, 4.0, 5.0, 4.2), False, 3),  # the budget's row has the kernels, too
+        ((9.0, 4.0, 3.0, 6.0), False, 2),
+        ((9.0, 4.0, 3.0, 6.0), True, 3),
+        ((9.0, 9.5, 9.9, 12.0), False, 0),
+        ((None, None, None, None), False, 3),
+    ],
+)
+def test_what_is_advised_is_borne_out_by_the_measurement(times, short, at):
+    options = [{}, {"precision": "bf16", "fuse": False}, {"precision": "bf16"}]
+    options.append({"precision": "bf16", "memory_budget": 5})
+    rows = [Setting(str(o), o, 9.0, 1, measured_ms=t) for o, t in zip(options, times, strict=True)]
+    assert advise.borne_out(rows, short) == at
+
+
+def test_a_setting_that_measures_slower_is_not_in_the_call(monkeypatch):
+    monkeypatch.setattr(advise, "borne_out", lambda rows, short: 0)
+    found = graphopt.advise(Net(), torch.randn(64, 64), measured=True)
+    assert found.options == {}
+    assert "is not advised" in repr(found)
 
 
 @pytest.mark.parametrize(
