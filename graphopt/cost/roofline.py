@@ -64,8 +64,8 @@ class Rates:
 
 # Measured on 2026-12-02 with graphopt's benchmarks: copy, floor, the link to the host, and bf16
 # products as they ran within a language model's training step (772 over all of a step's; alone, on
-# a cooler device, one reached 806). What was not measured is the data sheet's: tf32 at half of bf16,
-# float32 and float64 outside and inside tensor cores.
+# a cooler device, one reached 806). What was not measured is the data sheet's: tf32 at half of
+# bf16, float32 and float64 outside and inside tensor cores.
 H200 = Rates(
     name="NVIDIA H200",
     copy_gbs=4250.0,
