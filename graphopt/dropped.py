@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt.errors import GraphOptError
-from graphopt.graph.calls import Recipe, evaluate
+from graphopt.graph.calls import Recipe
 from graphopt.kernels._overwrite import lend, offer
 from graphopt.offload import HostCopy, Line
 
@@ -49,8 +49,9 @@ class Layout(NamedTuple):
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its past, marked as it is, see `evaluate`."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    """A tensor without its past, marked as it is, see `Recipe.function`."""
+    found = tensor.detach()
+    return found.requires_grad_() if tensor.requires_grad else found
 
 
 class Handle:
@@ -69,13 +70,13 @@ class Handle:
         """Give up the tensor for a value that can be computed again."""
         tensor = self._tensor
         assert tensor is not None
-        layout = Layout.of(tensor)
-        plain = not (tensor.is_conj() or tensor.is_neg())
-        if layout.dtype != value.layouts[output].dtype or not plain:
+        was = value.layouts[output]
+        if tensor.dtype != was.dtype or tensor.is_conj() or tensor.is_neg():
             return  # a view as another dtype: no strides of the value give it back
         if _version(tensor) != self._version:
             return  # it was written since: unpacking says so
-        self._layout, self._output = layout, output
+        layout = Layout.of(tensor)
+        self._layout, self._output = was if layout == was else layout, output
         self._value, self._tensor = value, None
         value.handles[id(self)] = weakref.ref(self)
 
@@ -136,15 +137,18 @@ class Run:
         self.lock = threading.RLock()  # the backward passes of several devices run side by side
         self.cached: list[weakref.ref[Value]] = []
         self._tasks: set[int] = set()
-        self._autocast = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
+        self._autocast = _autocast_now()
+        self._plain = not torch._C._is_any_autocast_enabled()
         self.line = Line()
 
     def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
         """Without recording, under the autocast of the forward."""
-        now = tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
-        if now == self._autocast and not torch.is_grad_enabled():
-            return _NOTHING  # as it mostly is
-        return _switched(self._autocast, now)
+        if not torch.is_grad_enabled():
+            if self._plain and not torch._C._is_any_autocast_enabled():
+                return _NOTHING  # as it mostly is
+            if self._autocast == _autocast_now():
+                return _NOTHING
+        return _switched(self._autocast, _autocast_now())
 
     def keeps(self) -> bool:
         """Whether values may be kept: in a backward pass, whose end lets go of those left."""
@@ -167,6 +171,10 @@ class Run:
                 value.forget()
 
 
+def _autocast_now() -> tuple[bool, ...]:
+    return tuple([torch.is_autocast_enabled(d) for d in _DEVICES])
+
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -186,6 +194,11 @@ def _switched(to: tuple[bool, ...], back: tuple[bool, ...]) -> Iterator[None]:
 
 class Value:
     """One dropped value of one forward."""
+
+    __slots__ = (
+        "__weakref__", "_cache", "_held", "_pending", "_readers", "_reads", "_run", "_versions",
+        "handles", "layouts", "recipe", "spent", "wakes",
+    )  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -213,7 +226,7 @@ class Value:
     def take(self, reader: int, output: int, layout: Layout) -> torch.Tensor:
         """A part of the value for one of its handles; lent to its last reader to write over."""
         base = self._part(reader, output, layout)
-        if self._cache is None and output in self.spent and layout == self.layouts[output]:
+        if output in self.spent and self._cache is None and layout == self.layouts[output]:
             lend(base)
         return base
 
@@ -223,17 +236,10 @@ class Value:
             made = self._cache
             if made is None:
                 made = self._made()
-            base = made[output] if isinstance(made, (list, tuple)) else made
-            was, now = self.layouts[output], Layout.of(base)
-            if now[:3] != was[:3]:
-                raise GraphOptError(
-                    f"the dropped value {self.recipe and self.recipe.name} came out otherwise",
-                    why=f"{list(was.shape)} {was.dtype} with strides {was.strides} in forward, "
-                    f"{list(now.shape)} {now.dtype} with {now.strides} in backward",
-                    try_="leave it out of what is recomputed, and report it",
-                )
-            if layout != was:
-                offset = layout.offset + now.offset - was.offset
+            base: torch.Tensor = made[output] if isinstance(made, (list, tuple)) else made
+            was = self.layouts[output]
+            if layout is not was:
+                offset = layout.offset + base.storage_offset() - was.offset
                 base = base.as_strided(layout.shape, layout.strides, offset)
             self.had(reader)
             return base
@@ -280,8 +286,8 @@ class Value:
             copy = found()
             if copy is not None:
                 copy.fetch_ahead()
-        reads = {n: have[v] for n, v in zip(self.recipe.reads, self._reads, strict=True)}
-        made = evaluate(self.recipe.call, self._held, reads)
+        made = self.recipe.function(self._held, [have[v] for v in self._reads])
+        self._check_layouts(made)
         if self._run.keeps():
             readers = [v for r in self._readers if (v := r()) is not None and v._cache is None]
             self._pending = {i for i, h in self.handles.items() if h() is not None}
@@ -291,6 +297,17 @@ class Value:
         for source in self._reads:
             source.had(id(self))
         return made
+
+    def _check_layouts(self, made: Any) -> None:
+        for output, was in self.layouts.items():
+            tensor = made[output] if isinstance(made, (list, tuple)) else made
+            if (tensor.shape, tensor.stride(), tensor.dtype) != was[:3]:
+                raise GraphOptError(
+                    f"the dropped value {self.recipe and self.recipe.name} came out otherwise",
+                    why=f"{list(was.shape)} {was.dtype} with strides {was.strides} in forward, "
+                    f"{list(tensor.shape)} {tensor.dtype} with {tensor.stride()} in backward",
+                    try_="leave it out of what is recomputed, and report it",
+                )
 
     def had(self, reader: int) -> None:
         """Note that a handle or another value needs it no more, for now."""

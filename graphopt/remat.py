@@ -181,7 +181,11 @@ class _Scope:
         place = _storage_of(tensor)
         if place is not None:
             # weakly: what autograd lets go of meanwhile is not kept alive by this table
-            self._handles.setdefault(place, []).append(weakref.ref(handle))
+            known = self._handles.get(place)
+            if known is None:
+                self._handles[place] = [weakref.ref(handle)]
+            else:
+                known.append(weakref.ref(handle))
         return handle
 
     def drop(

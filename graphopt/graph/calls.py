@@ -1,13 +1,15 @@
-"""How a dropped value is computed again, as data: a call of calls, of what is held, constants."""
+"""How a dropped value is computed again: a call of calls, of what is held, constants."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
+
+from graphopt.kernels._library import direct, positional
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +30,17 @@ class Again:
 class Call:
     """In a recipe: a function of constants, held tensors, other values and further calls.
 
+    A call that stands in several places is made once.
+
     Attributes:
         target: the function.
-        args: its arguments.
+        args: its arguments; what is filled in may stand inside of tuples, lists, dicts and slices.
         kwargs: likewise.
-        nested: whether something to be filled in stands inside a list, or among the keywords.
     """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    nested: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        """Look once, for all the times that it is called."""
-        inside: list[Any] = []
-        below = [a for a in self.args if not isinstance(a, _PARTS)]
-        map_aggregate((below, dict(self.kwargs)), inside.append)
-        object.__setattr__(self, "nested", any(isinstance(a, _PARTS) for a in inside))
-
-
-_PARTS = (Held, Again, Call)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,47 +57,107 @@ class Recipe:
     call: Call
     reads: tuple[str, ...]
 
+    @functools.cached_property
+    def function(self) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+        """The value, as a function of what the marker holds and of the values of `reads`.
 
-def evaluate(call: Call, held: Sequence[Any], reads: Mapping[str, Any]) -> Any:
-    """The value of a call of a recipe, which runs without recording.
+        It runs without recording. What it makes is marked (`requires_grad`) as its twin of the
+        forward was: nothing is recorded for that, but some ops (matmul) choose by the mark of their
+        operands how to compute, and round otherwise.
 
-    What it makes is marked (`requires_grad`) as its twin of the forward was: nothing is recorded
-    for that, but some ops (matmul) choose by the mark of their operands how to compute, and round
-    otherwise.
+        Example:
+            >>> double = Call(torch.mul, (Held(0), 2))
+            >>> Recipe("y", Call(torch.add, (double, double)), ()).function([torch.ones(1)], [])
+            tensor([4.])
+        """
+        return _Source(self).function()
 
-    Args:
-        call: the call.
-        held: what `Held` stands for.
-        reads: what `Again` stands for, by name.
-    """
 
-    def operand(part: Any) -> Any:
+class _Source:
+    """Python source for a recipe: straight-line code costs the host least."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._scope: dict[str, Any] = {"mark": _mark}
+        self._made: dict[Call, str] = {}
+        self._lines: list[tuple[str, list[str]]] = []  # and what each reads
+
+    def function(self) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+        result = self._call(self._recipe.call)
+        lines, seen = [f"return {result}"], {result}
+        for line, reads in reversed(self._lines):
+            last = sorted({n for n in reads if n in self._made.values()} - seen)
+            if last:  # so that memory is freed
+                lines.append(f"del {', '.join(last)}")
+                seen.update(last)
+            lines.append(line)
+        lines.append("def again(held, reads):")
+        code = compile("\n    ".join(reversed(lines)), f"<recipe of {self._recipe.name}>", "exec")
+        exec(code, self._scope)
+        made: Callable[[Sequence[Any], Sequence[Any]], Any] = self._scope["again"]
+        return made
+
+    def _call(self, call: Call) -> str:
+        """The name of a call's result, behind the lines that make it."""
+        if call in self._made:
+            return self._made[call]
+        function, args, kwargs = call.target, call.args, call.kwargs
+        short = direct(function)
+        if short is not None:  # an operator of graphopt's: past the dispatcher
+            function, args, kwargs = short, positional(function, args, kwargs), {}
+        tensors: list[str] = []
+        given = [self._value(a, tensors) for a in args]
+        given += [f"{k}={self._value(v, tensors)}" for k, v in kwargs.items()]
+        name = self._made[call] = f"v{len(self._made)}"
+        self._lines.append((f"{name} = {self._bound(function)}({', '.join(given)})", tensors))
+        if tensors and call.target is not torch.ops.aten.detach.default:
+            self._lines.append((f"mark({name}, {', '.join(tensors)})", [name, *tensors]))
+        return name
+
+    def _value(self, value: Any, tensors: list[str]) -> str:
+        """An argument as source; adds the names of those tensors of it that are operands."""
+        if isinstance(value, _PARTS):
+            name = self._part(value)
+            tensors.append(name)
+            return name
+        if isinstance(value, torch.Tensor):
+            tensors.append(self._bound(value))
+            return tensors[-1]
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self._value(v, tensors) for v in parts)})"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k!r}: {self._value(v, tensors)}' for k, v in value.items())}}}"
+        if type(value) is tuple:
+            return f"({''.join(f'{self._value(v, tensors)}, ' for v in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._value(v, tensors) for v in value)}]"
+        if value is None or type(value) in (int, bool, str):
+            return repr(value)
+        return self._bound(value)
+
+    def _part(self, part: Held | Again | Call) -> str:
         if isinstance(part, Held):
-            return held[part.index]
+            return f"held[{part.index}]"
         if isinstance(part, Again):
-            return reads[part.name]
-        return evaluate(part, held, reads) if isinstance(part, Call) else part
+            return f"reads[{self._recipe.reads.index(part.name)}]"
+        return self._call(part)
 
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    if call.nested:
-        args, kwargs = map_aggregate((call.args, dict(call.kwargs)), operand)
-        found: list[Any] = []
-        map_aggregate((args, kwargs), found.append)
-    else:
-        found = args = [operand(a) if isinstance(a, _PARTS) else a for a in call.args]
-        kwargs = call.kwargs
-    made = call.target(*args, **kwargs)
-    for a in found:
-        if isinstance(a, torch.Tensor) and a.requires_grad:
-            _mark(made, call.target)
+    def _bound(self, value: Any) -> str:
+        name = f"k{len(self._scope)}"
+        self._scope[name] = value
+        return name
+
+
+_PARTS = (Held, Again, Call)
+
+
+def _mark(made: Any, *operands: Any) -> None:
+    """Mark what was made where an operand requires a gradient."""
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and operand.requires_grad:
             break
-    return made
-
-
-def _mark(made: Any, target: Any) -> None:
-    """Mark what an op made of operands that require a gradient."""
-    if target is torch.ops.aten.detach.default:
+    else:
         return
     for tensor in made if isinstance(made, (list, tuple)) else (made,):
         if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):

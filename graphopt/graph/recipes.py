@@ -145,6 +145,7 @@ class _Reader:
         self._names = names
         self._held = {node: Held(i) for i, node in enumerate(held)}
         self._reads: dict[str, None] = {}
+        self._calls: dict[fx.Node, Call] = {}
 
     def recipe(self, node: fx.Node, name: str) -> Recipe:
         call = again(node)
@@ -164,5 +165,7 @@ class _Reader:
                 f"a dropped value needs {value.name} to be computed again, and nothing holds it",
                 why="its marker was made for another graph",
             )
-        args, kwargs = map_aggregate((value.args, dict(value.kwargs)), self._operand)
-        return Call(value.target, args, kwargs)
+        if value not in self._calls:
+            args, kwargs = map_aggregate((value.args, dict(value.kwargs)), self._operand)
+            self._calls[value] = Call(value.target, args, kwargs)
+        return self._calls[value]
