@@ -119,7 +119,7 @@ class Short(NamedTuple):
 
     Args:
         recorded: where one does, and gradients are recorded.
-        plain: where none does; operands in a list do not count.
+        plain: where none does.
     """
 
     recorded: Callable[..., Any]
@@ -150,11 +150,17 @@ def invoke(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if _dispatch_modes() or _is_functionalizing(_FUNCTIONALIZE):
         return overload(*args, **kwargs)
     values = (*args, *kwargs.values()) if kwargs else args
-    if not _ORDINARY.issuperset(map(type, values)):  # in C, which a loop would take twice as long
-        for value in values:
-            if type(value) not in _ORDINARY and isinstance(value, torch.Tensor):
-                return overload(*args, **kwargs)
+    # in C: a loop would take twice as long
+    if not _ORDINARY.issuperset(map(type, values)) and any(map(_foreign, values)):
+        return overload(*args, **kwargs)
     return _DIRECT[overload](*args, **kwargs)
+
+
+def _foreign(value: Any) -> bool:
+    """Whether a value is a tensor of a subclass, or a list that may hold one."""
+    if isinstance(value, (list, tuple)):
+        return not _ORDINARY.issuperset(map(type, value))
+    return type(value) not in _ORDINARY and isinstance(value, torch.Tensor)
 
 
 def watched() -> bool:
@@ -210,6 +216,8 @@ def direct(overload: Any) -> Callable[..., Any] | None:
             for value in values[i] or ():
                 if type(value) not in _PLAIN:
                     return whole(*values)
+                if recording and value.requires_grad:
+                    run, recording = recorded, False
         return run(*values)
 
     call.__name__ = call.__qualname__ = overload.__name__

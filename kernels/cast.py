@@ -25,7 +25,7 @@ import torch
 from graphopt.errors import GraphOptError, OptionError
 from graphopt.kernels._batched import for_each_sample, is_batched
 from graphopt.kernels._launch import contiguous_strides
-from graphopt.kernels._library import LIBRARY, define
+from graphopt.kernels._library import Short, applied, define, differentiable, invoke
 from graphopt.kernels._op import Cost, Op, Sample, register
 
 ALIGNMENT = 128
@@ -141,7 +141,10 @@ def _copied(
     weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     copies, whole = side_by_side(weights, dtype, stacks)
-    with torch.no_grad():
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            torch._foreach_copy_(copies, list(weights))
+    else:
         torch._foreach_copy_(copies, list(weights))
     return whole
 
@@ -232,7 +235,7 @@ class _CastWeights(torch.autograd.Function):
         ctx: Any, dtype: torch.dtype, stacks: Sequence[int], *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            copies = _CAST(list(weights), dtype, stacks)
+            copies = invoke(_CAST, list(weights), dtype, stacks)
         ctx.rows = [
             [w.shape[0] for w in g] if len(g) > 1 else None for g in _groups(weights, stacks)
         ]
@@ -269,13 +272,22 @@ def _autograd(
     weights: list[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
-        return list(_CastWeights.apply(dtype, stacks, *weights))
+        return _recorded(weights, dtype, stacks)
     with torch._C._AutoDispatchBelowAutograd():
         copies: list[torch.Tensor] = _CAST(weights, dtype, stacks)
     return copies
 
 
-LIBRARY.impl("cast_weights", _autograd, "Autograd")
+_APPLY = applied(_CastWeights)
+
+
+def _recorded(
+    weights: list[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int]
+) -> list[torch.Tensor]:
+    return list(_APPLY(dtype, stacks, *weights))
+
+
+differentiable(_CAST, _autograd, Short(_recorded, cast_weights))
 
 
 def _cost(weights: Sequence[torch.Tensor], dtype: torch.dtype, stacks: Sequence[int] = ()) -> Cost:

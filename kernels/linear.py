@@ -17,7 +17,14 @@ import torch
 
 from graphopt.errors import OptionError
 from graphopt.kernels._batched import for_each_sample, is_batched
-from graphopt.kernels._library import applied, define, differentiable, differentiated, invoke
+from graphopt.kernels._library import (
+    Short,
+    applied,
+    define,
+    differentiable,
+    differentiated,
+    invoke,
+)
 from graphopt.kernels._op import Cost, Op, Sample, register, tensor_bytes
 
 # wide_mm ----------------------------------------------------------------------------------------
@@ -281,7 +288,7 @@ def _autograd(
     return result
 
 
-differentiable(_LINEAR, _autograd)
+differentiable(_LINEAR, _autograd, Short(_autograd, linear_wide_reference))
 
 
 def _cost(

@@ -336,3 +336,27 @@ def test_numbers_arrive_as_the_dispatcher_gives_them():
     values = _library.positional(G.softcap.default, (torch.ones(1), 3), {})
     assert type(values[1]) is float
     assert values[2] is None
+
+
+def test_a_subclass_in_a_list_is_seen():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    w = torch.ones(2)
+    (plain,) = _library.invoke(G.cast_weights.default, [w], torch.half)
+    assert type(plain) is torch.Tensor
+    both = TwoTensor(w, 2 * w)
+    (cast,) = _library.invoke(G.cast_weights.default, [both], torch.half)
+    assert (cast.a[0], cast.b[0]) == (1, 2)
+    (cast,) = called("cast_weights", [both], torch.half)
+    assert (cast.a[0], cast.b[0]) == (1, 2)
+
+
+def test_a_weight_in_a_list_gets_its_gradient():
+    w = torch.ones(2, requires_grad=True)
+    (cast,) = called("cast_weights", [torch.ones(1), w], torch.half)[1:]
+    cast.sum().backward()
+    assert w.grad.tolist() == [1, 1]
+    x, low = torch.ones(1, 3).half(), torch.ones(2, 3).half()
+    v = torch.ones(2, 3, requires_grad=True)
+    called("linear_wide", x, low, None, [v]).sum().backward()
+    assert v.grad.dtype == torch.float32
