@@ -228,10 +228,7 @@ class _LinearWide(torch.autograd.Function):
         first, second = list(masters[:count]), list(masters[count:])
         with torch._C._AutoDispatchBelowAutograd():
             y: torch.Tensor = invoke(_LINEAR, x, weight, bias, first, second, transposed)
-        ctx.save_for_backward(x, weight)
-        # Not saved: they may be written before backward, which does not read them.
-        ctx.masters, ctx.bias_masters = first, second
-        ctx.transposed = transposed
+        _keep(ctx, x, weight, count, transposed, masters)
         return y
 
     @staticmethod
@@ -260,7 +257,40 @@ class _LinearWide(torch.autograd.Function):
         return dx, None, db, None, None, *grads, *(bias_gradients(rows, biases) if biases else ())
 
 
+def _keep(
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    count: int,
+    transposed: bool,
+    masters: tuple[torch.Tensor, ...],
+) -> None:
+    ctx.save_for_backward(x, weight)
+    # Not saved: they may be written before backward, which does not read them.
+    ctx.masters, ctx.bias_masters = masters[:count], masters[count:]
+    ctx.transposed = transposed
+
+
+class _Unwatched(_LinearWide):
+    """The same for where nobody is watching, and a rewrite has seen to it that masters fit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        count: int,
+        transposed: bool,
+        *masters: torch.Tensor,
+    ) -> torch.Tensor:
+        y = product(x, weight if transposed else weight.t(), bias)
+        _keep(ctx, x, weight, count, transposed, masters)
+        return y
+
+
 _APPLY = applied(_LinearWide)
+_APPLY_UNWATCHED = applied(_Unwatched)
 
 
 def _as_copy_of(copy: torch.Tensor, masters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -288,7 +318,22 @@ def _autograd(
     return result
 
 
-differentiable(_LINEAR, _autograd, Short(_autograd, linear_wide_reference))
+def _recorded(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    masters: list[torch.Tensor],
+    bias_masters: Sequence[torch.Tensor] | None,
+    transposed: bool,
+) -> torch.Tensor:
+    held = bias.detach() if bias is not None and bias_masters else bias
+    y: torch.Tensor = _APPLY_UNWATCHED(
+        x, weight.detach(), held, len(masters), transposed, *masters, *(bias_masters or ())
+    )
+    return y
+
+
+differentiable(_LINEAR, _autograd, Short(_recorded, linear_wide_reference))
 
 
 def _cost(
