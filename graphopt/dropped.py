@@ -62,7 +62,10 @@ class Handle:
     def __init__(self, tensor: torch.Tensor) -> None:
         # detached: a saved output would keep its own node, and so itself, alive for ever
         self._tensor: torch.Tensor | None = tensor.detach()
-        self._version = _version(tensor)
+        try:
+            self._version: int | None = tensor._version
+        except RuntimeError:  # as in `_version`, which costs a call
+            self._version = None
         self._value: Value | None = None
         self.spent = False  # whether backward may have the tensor for good
 
@@ -73,7 +76,7 @@ class Handle:
         was = value.layouts[output]
         if tensor.dtype != was.dtype or tensor.is_conj() or tensor.is_neg():
             return  # a view as another dtype: no strides of the value give it back
-        if _version(tensor) != self._version:
+        if self._version is not None and tensor._version != self._version:
             return  # it was written since: unpacking says so
         layout = Layout.of(tensor)
         self._layout, self._output = was if layout == was else layout, output
@@ -84,16 +87,18 @@ class Handle:
         """The tensor, computed again where it was dropped."""
         value = self._value
         if value is None:
-            if self._tensor is None:
+            tensor = self._tensor
+            if tensor is None:
                 raise ModifiedError(
                     "a tensor that was saved for backward is gone",
                     why="backward has written its gradient over it, for it was to be the last",
                     try_="look at it before its node has run, or backward(retain_graph=True)",
                 )
-            _check_version(self._tensor, self._version)
+            if self._version is not None and tensor._version != self._version:
+                raise _modified(tensor, self._version)
             if self.spent:
-                offer(self._tensor, self)
-            return self._tensor
+                offer(tensor, self)
+            return tensor
         return value.take(id(self), self._output, self._layout)
 
     def give(self) -> None:
@@ -109,22 +114,22 @@ class Handle:
             self._value.had(id(self))
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written; None for one of inference, which counts no writes."""
     try:
         return tensor._version
-    except RuntimeError:  # inference tensors count no writes
-        return 0
+    except RuntimeError:
+        return None
 
 
-def _check_version(tensor: torch.Tensor, version: int) -> None:
-    if _version(tensor) != version:
-        raise ModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {list(tensor.shape)}, at version {tensor._version} "
-            f"where {version} is expected",
-            why="backward needs its value of the forward, also to compute dropped values again",
-            try_="write it after backward, or write a copy",
-        )
+def _modified(tensor: torch.Tensor, version: int) -> ModifiedError:
+    return ModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of shape {list(tensor.shape)}, at version {tensor._version} "
+        f"where {version} is expected",
+        why="backward needs its value of the forward, also to compute dropped values again",
+        try_="write it after backward, or write a copy",
+    )
 
 
 # ------------------------------------------------------------------------------------- backward
@@ -217,8 +222,13 @@ class Value:
     def hold(self, recipe: Recipe, held: Sequence[Any], reads: list[Value]) -> None:
         """Take the recipe and what it reads."""
         self.recipe = recipe
-        self._held = [_detached(t) if isinstance(t, torch.Tensor) else t for t in held]
-        self._versions = [(t, _version(t)) for t in self._held if isinstance(t, torch.Tensor)]
+        for item in held:
+            if isinstance(item, torch.Tensor):
+                item = _detached(item)
+                version = _version(item)
+                if version is not None:
+                    self._versions.append((item, version))
+            self._held.append(item)
         self._reads = reads
         for value in reads:
             value._readers.append(weakref.ref(self))
@@ -281,7 +291,8 @@ class Value:
     def _compute(self, have: Mapping[Value, Any]) -> Any:
         assert self.recipe is not None
         for tensor, version in self._versions:
-            _check_version(tensor, version)
+            if tensor._version != version:
+                raise _modified(tensor, version)
         for found in self.wakes:
             copy = found()
             if copy is not None:
