@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -215,11 +215,6 @@ def test_a_region_inside_the_model_counts_without_one_around_it():
         torch.testing.assert_close(a, b)
 
 
-LIBRARY = torch.library.Library("autocast_tests", "FRAGMENT")
-LIBRARY.define("layer(Tensor x, Tensor[] weights) -> Tensor")
-LIBRARY.impl("layer", lambda x, weights: torch.empty_like(x), "CompositeExplicitAutograd")
-
-
 def _flattened(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """What autocast does to cuDNN's recurrent layers: one buffer for all weights, in float16."""
     flat = x.new_zeros(sum(w.numel() for w in weights), dtype=torch.float16)
@@ -230,12 +225,19 @@ def _flattened(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
         return torch.ops.autocast_tests.layer(x.to(torch.float16), list(parts))
 
 
-LIBRARY.impl("layer", _flattened, "AutocastCPU")
+@pytest.fixture
+def layer() -> Iterator[Any]:
+    """An operator that autocast treats as cuDNN's recurrent layers, while the test runs."""
+    with torch.library._scoped_library("autocast_tests", "FRAGMENT") as library:
+        library.define("layer(Tensor x, Tensor[] weights) -> Tensor")
+        library.impl("layer", lambda x, weights: torch.empty_like(x), "CompositeExplicitAutograd")
+        library.impl("layer", _flattened, "AutocastCPU")
+        yield torch.ops.autocast_tests.layer.default
 
 
-def test_weights_that_autocast_copies_into_a_buffer_are_cast() -> None:
+def test_weights_that_autocast_copies_into_a_buffer_are_cast(layer: Any) -> None:
     args = (torch.ones(2, 3), [torch.ones(4, 3), torch.ones(4)])
-    seen = observe(torch.ops.autocast_tests.layer.default, args, {}, "cpu", BF16)
+    seen = observe(layer, args, {}, "cpu", BF16)
     assert seen.casts == dict.fromkeys(range(3), torch.float16)
     assert seen.proved
     assert not seen.inside
