@@ -153,7 +153,7 @@ def _forward(
         logits = F.linear(x[a:b], c.weight, c.bias)
         rows[a:b], part, _ = c.loss_of(logits, target[a:b], reduction=NONE, out_dtype=stats)
         statistics[:, a:b] = part
-        if found is None:
+        if found is None or one is None:
             continue
         options = (target[a:b], c.class_weight, *c[5:9], part, total)
         slope = cross_entropy.gradient_over(one, logits, *options)
