@@ -57,7 +57,9 @@ def test_lines_are_code_with_the_blocks_numbers_starred(found: DiffResult) -> No
     before, after = norm.lines()
     state = "self.layers[*].norm.weight, self.layers[*].norm.bias"
     assert before == f"- norm = aten.layer_norm(layers_*, [16], {state})  # f32[2, 16]"
-    assert after.startswith(f"+ norm, layers_* = graphopt.add_layer_norm(layers_*, drop, {state}")
+    # dropout is the norm's own, of its first summand
+    assert after.startswith(f"+ norm, layers_* = graphopt.add_layer_norm(sin, layers_*, {state}")
+    assert "dropout_p=0.1, seed=draw_seed, site=*" in after
 
 
 def test_a_line_that_only_reads_a_replaced_value_does_not_change(found: DiffResult) -> None:
