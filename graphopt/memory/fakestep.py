@@ -166,6 +166,7 @@ class Recorder:
         self.mode = fake_mode()
         self.fakes = Fakes(self.mode)
         self.labels = labels
+        self._state: list[torch.Tensor] = []
         self.leaves: dict[int, tuple[str, torch.Tensor]] = {}
         self._loss_running = False
         self._watch = watch
@@ -214,6 +215,8 @@ class Recorder:
         if isinstance(twin, torch.Tensor):
             size = _bytes(real) if real is not None else None
             self.tracker.hold(twin, kind, Label(name), size)
+            if real is not None:  # it is there for the whole step, whether anything reads it or not
+                self._state.append(twin)
             if twin.requires_grad and twin.is_leaf:
                 self.leaves[id(twin)] = (name, twin)
         return twin

@@ -329,3 +329,26 @@ def test_gradients_are_added_in_place_as_without_a_mode(f):
     found = graphopt.profile_memory(model, index).prediction
     # a few bytes: numbers that torch keeps in tensors for the length of an operation
     assert found.peak_bytes - found.start_bytes == pytest.approx(measured(model, step), abs=64)
+
+
+class Holds(nn.Module):
+    """A linear layer beside state that its forward never reads."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        table = torch.zeros(2**12)
+        if "persistent" in kind:
+            self.register_buffer("table", table, persistent=kind == "persistent")
+        elif kind != "none":
+            self.table = nn.Parameter(table, requires_grad=kind == "trainable")
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["persistent", "not persistent", "frozen", "trainable"])
+def test_state_that_nothing_reads_is_there_all_the_same(kind):
+    x = torch.randn(4, 8)
+    plain, holds = (predict(capture(Holds(k), (x,), {}).body) for k in ("none", kind))
+    assert holds.peak_bytes == plain.peak_bytes + 2**14
