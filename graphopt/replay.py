@@ -50,8 +50,8 @@ def dropout_arguments(node: fx.Node) -> list[tuple[str, int, float]]:
     if node.op != "call_function" or schema is None:
         return []
     own = "dropout" in schema.name.rpartition("::")[2]
-    values = {a.name: _argument(node, i, a) for i, a in enumerate(schema.arguments)}
-    if values.get("train") is False or values.get("training") is False:
+    values = _values(node)
+    if values.get("train") is False or values.get("training") is False or not _draws(node):
         return []
     found = []
     for i, argument in enumerate(schema.arguments):
@@ -60,6 +60,18 @@ def dropout_arguments(node: fx.Node) -> list[tuple[str, int, float]]:
             if isinstance(p, (int, float)) and p > 0:
                 found.append((argument.name, i, float(p)))
     return found
+
+
+def _values(node: fx.Node) -> dict[str, Any]:
+    """A call's value for each argument of its schema."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    return {a.name: _argument(node, i, a) for i, a in enumerate(schema.arguments)}
+
+
+def _draws(node: fx.Node) -> int:
+    """How many dropouts one call makes: a stack of recurrent layers has one between any two."""
+    layers = _values(node).get("num_layers")
+    return layers - 1 if isinstance(layers, int) else 1
 
 
 def _argument(node: fx.Node, position: int, argument: Any) -> Any:
@@ -399,7 +411,8 @@ def probabilities(graph: fx.Graph | None) -> collections.Counter[float]:
     for node in reversed(graph.nodes) if graph is not None else ():
         if node.op == "output" or node in live:
             live.update(node.all_input_nodes)
-            found.update(p for _, _, p in dropout_arguments(node))
+            for _, _, p in dropout_arguments(node):
+                found[p] += _draws(node)
     return found
 
 

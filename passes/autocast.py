@@ -17,6 +17,7 @@ observation says, by class:
 | float32 by argument | softmax, log_softmax, cumsum, sum, prod | `dtype=torch.float32` |
 | promote | addcmul, index_put, scatter_add | operands cast to the widest |
 | composite | einsum, cross_entropy_loss on CUDA | cast whole (`op_classes.DIFFERENCES`) |
+| oneDNN's layer | lstm on the CPU | cast whole (`recurrent`) |
 | other composites | label smoothing by hand | opened, its inner ops cast |
 | the rest | add, mul, relu, dropout | left as they are |
 """
@@ -47,6 +48,7 @@ from graphopt.passes.observe import (
 )
 from graphopt.passes.op_classes import DIFFERENCES
 from graphopt.passes.overrides import EXPLICIT, MARK, widens
+from graphopt.passes.recurrent import inside, one_kernel
 
 aten = torch.ops.aten
 
@@ -134,6 +136,8 @@ class _Writer:
         seen = self._observe(node, args, kwargs, *region)
         if seen.inside and node.target in DIFFERENCES:
             seen = _kept_whole(args, kwargs, seen, DIFFERENCES[node.target].dtype or region[1])
+        elif seen.inside and one_kernel(node.target, args, region[0]):
+            seen = _kept_whole(args, kwargs, seen, region[1])
         if seen.inside:
             self._open(node, depth, region)
             return
@@ -278,7 +282,7 @@ def open_composite(
         values = dict(zip(sources, given, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         with torch._C.DisableTorchFunction():  # else the tracer sees the composite itself
-            return node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
+            return inside(node.target, args, kwargs)
 
     try:
         with casting(kind, dtype), torch.no_grad():
