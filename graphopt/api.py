@@ -38,6 +38,7 @@ from graphopt.passes.overrides import MarkOverrides
 from graphopt.passes.payoff import ALWAYS
 from graphopt.passes.pipeline import Stage
 from graphopt.passes.remat import RecomputeRegions
+from graphopt.precision import tell_unmatched
 from graphopt.report.progress import progress
 from graphopt.report.subject import optimized_of
 from graphopt.verify import VerifyResult, verify_body
@@ -55,12 +56,15 @@ class PassCompiler:
     memory: MemoryOptions | None = None
     limits: dict[str, int] = dataclasses.field(default_factory=dict, compare=False)
     """The largest budget in bytes so far, which a budget that is a fraction came to."""
+    told: set[str] = dataclasses.field(default_factory=set, compare=False)
+    """Precision overrides that earlier graphs have told of."""
 
     def __call__(self, body: Body) -> Compiled:
         """Run the passes over one captured body."""
         if self.overrides:
             body = body.copy()
             MarkOverrides(self.overrides).run(body, Log())
+            tell_unmatched(body, self.overrides, self.told)
         # without a plan, what the user's own checkpoints would recompute is recomputed
         trailing = (RecomputeRegions(),) if self.memory is None else ()
         options = self.options
@@ -131,8 +135,8 @@ def optimize(
             as they are. An ambient autocast at a call wins.
         precision_overrides: pattern -> "fp32", "bf16" or "fp16", for parts that are to run
             otherwise: a glob of module paths ("encoder.*"), an op ("softmax"), or both
-            ("encoder.*::softmax"). The last pattern that matches decides. Of no effect in a graph
-            without a low precision.
+            ("encoder.*::softmax"). The last pattern that matches decides. A warning tells of a
+            pattern that decides nothing in the graph, as where that has no low precision.
         fuse: whether chains of ops become fused kernels; False leaves the canonical graph. True
             leaves a chain alone on a GPU where the launch of its kernel would take the host longer
             than the device saves, as in models of small tensors (`.refusals` tells); "always" does

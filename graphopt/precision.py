@@ -14,6 +14,7 @@ import functools
 import itertools
 import operator
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +26,7 @@ from graphopt.graph import ops
 from graphopt.graph.body import Body
 from graphopt.graph.facts import concrete
 from graphopt.graph.record import site_of
+from graphopt.passes.overrides import NO_LOW
 
 LOW: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The low precisions by their names as options."""
@@ -156,12 +158,14 @@ class PrecisionPlan:
         ops: (op, dtype of its result) -> how many.
         casts: the casts that were written; those that a kernel's load or store took in are gone.
         pinned: nodes that an override decided: (node, module, op, dtype).
+        unmatched: patterns of `precision_overrides` that decide nothing in this graph, and why.
     """
 
     ambient: str | None
     ops: dict[tuple[str, str], int]
     casts: tuple[Cast, ...]
     pinned: tuple[tuple[str, str, str, str], ...]
+    unmatched: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
         """A table."""
@@ -174,6 +178,9 @@ class PrecisionPlan:
         if self.pinned:
             lines.append("decided by precision_overrides:")
             lines += [f"  {dtype}  {op}  {module}" for _, module, op, dtype in self.pinned]
+        if self.unmatched:
+            lines.append("precision_overrides that decide nothing here:")
+            lines += [f"  {pattern!r}: {why}" for pattern, why in self.unmatched]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,6 +192,7 @@ class PrecisionPlan:
             "pinned": [
                 dict(zip(("node", "module", "op", "dtype"), p, strict=True)) for p in self.pinned
             ],
+            "unmatched": [{"pattern": p, "why": why} for p, why in self.unmatched],
         }
 
 
@@ -223,7 +231,39 @@ def plan_of(captured: Body, body: Body) -> PrecisionPlan:
         dict(sorted(found.items())),
         tuple(casts),
         tuple(pinned),
+        tuple(captured.unmatched.items()),
     )
+
+
+def tell_unmatched(
+    body: Body, overrides: Iterable[tuple[str, torch.dtype]], told: set[str] | None = None
+) -> None:
+    """Warn of precision overrides that decide nothing in a graph.
+
+    It is no error: an op or a module may run in one mode alone, or for some inputs, and the graphs
+    of others are captured later. So each pattern is told of in the first graph that it could have
+    decided in, and the precision plan of each graph holds it.
+
+    Args:
+        body: the graph, marked by `MarkOverrides`.
+        overrides: the (pattern, dtype) pairs that it was marked by.
+        told: what earlier graphs have told; what this one tells is added.
+    """
+    told = set() if told is None else told
+    low = NO_LOW not in body.unmatched.values()
+    for pattern, why in body.unmatched.items():
+        if (pattern if low else NO_LOW) in told:
+            continue
+        mode = "training" if body.training else "eval"
+        warnings.warn(
+            f"precision_overrides: {pattern!r} decides nothing in the {mode} graph of"
+            f" {type(body.root).__name__}: {why}",
+            GraphoptWarning,
+            stacklevel=2,
+        )
+        if not low:
+            break  # it holds for all patterns alike
+    told.update({pattern for pattern, _ in overrides} if low else {NO_LOW})
 
 
 def _cast(node: fx.Node, source: fx.Node, count: Any, dtype: torch.dtype) -> Cast:

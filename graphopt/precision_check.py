@@ -21,7 +21,7 @@ from graphopt.module import Compiled, GraphoptModule, Settings
 from graphopt.options import check_call, check_model, check_overrides, names_checked
 from graphopt.passes.base import Log
 from graphopt.passes.overrides import MarkOverrides, op_names
-from graphopt.precision import LOW
+from graphopt.precision import LOW, tell_unmatched
 from graphopt.replay import (
     SEED,
     State,
@@ -178,24 +178,31 @@ def precision_check(
     assert entry is not None
     leaves: list[torch.Tensor] = []
     sig.flatten((args, kwargs), leaves)
-    body = entry.capture.body
-    nodes, outputs = _compare(body, leaves, checked)
+    body = _marked(entry.capture.body, checked)
+    tell_unmatched(body, checked)
+    nodes, outputs = _compare(body, leaves)
     if pin is None:
         return PrecisionCheck(precision, nodes, outputs, overrides)
     worst = [n for n in nodes if n.begins or n.own > pin]
     pinned = {n.pattern: "fp32" for n in worst if n.dtype != "float32"}
     overrides |= pinned
     before = outputs
-    nodes, outputs = _compare(body, leaves, check_overrides(model, overrides))
+    body = _marked(entry.capture.body, check_overrides(model, overrides))
+    nodes, outputs = _compare(body, leaves)
     return PrecisionCheck(precision, nodes, outputs, overrides, before)
 
 
-def _compare(
-    body: Body, leaves: Sequence[torch.Tensor], overrides: tuple[tuple[str, torch.dtype], ...]
-) -> tuple[tuple[NodeError, ...], tuple[float, ...]]:
-    """Run both precisions node by node."""
+def _marked(body: Body, overrides: tuple[tuple[str, torch.dtype], ...]) -> Body:
+    """A copy of a body whose nodes tell what the overrides decide."""
     body = body.copy()
     MarkOverrides(overrides).run(body, Log())
+    return body
+
+
+def _compare(
+    body: Body, leaves: Sequence[torch.Tensor]
+) -> tuple[tuple[NodeError, ...], tuple[float, ...]]:
+    """Run both precisions node by node."""
     graph = without_dropout(body.graph)
     pair = _Pair(body, graph, leaves)
     quiet = (torch.no_grad(), forked_rng(SEED, body.device), without_autocast())

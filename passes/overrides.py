@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 from collections.abc import Iterator
 
@@ -49,18 +50,81 @@ class MarkOverrides:
         return "precision_overrides"
 
     def run(self, body: Body, log: Log) -> None:
-        """Write the marks; no node is changed, so nothing is recorded.
+        """Write the marks and `Body.unmatched`; no node is changed, so nothing is recorded.
 
         A graph without an ambient low precision is left alone.
         """
         if not body.autocast:
+            body.unmatched = dict.fromkeys(dict(self.overrides), NO_LOW)
             return
-        for node in body.graph.nodes:
-            if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
+        met: set[str] = set()
+        decides: set[str] = set()
+        for node in _calls(body.graph):
+            hits = [(pattern, dtype) for pattern, dtype in self.overrides if matches(pattern, node)]
+            if not hits:
                 continue
-            for pattern, dtype in self.overrides:
-                if matches(pattern, node):
-                    node.meta[MARK] = dtype
+            node.meta[MARK] = hits[-1][1]
+            if _computes(node):
+                met.update(pattern for pattern, _ in hits)
+                decides.add(hits[-1][0])
+        body.unmatched = {
+            p: OVERRULED if p in met else _why(p, body)
+            for p, _ in self.overrides
+            if p not in decides
+        }
+
+
+NO_LOW = "the graph has no low precision, neither from precision= nor from an autocast around it"
+OVERRULED = "patterns behind it match all that it does, and the last that matches decides"
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and getattr(n.target, "_schema", None) is not None
+    ]
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a precision means anything to a call: not to views and the user's own casts."""
+    return not ops.is_view(node) and node.target._schema.name not in EXPLICIT  # type: ignore[union-attr]
+
+
+def _why(pattern: str, body: Body) -> str:
+    """Why a pattern matches nothing in a graph: what there is instead."""
+    path, both, op = pattern.partition("::")
+    computing = [n for n in _calls(body.graph) if _computes(n)]
+    paths = [name for name, _ in body.root.named_modules()]
+    if not both and not any(fnmatch.fnmatchcase(p, path) for p in paths):
+        return f"no such op is there; those that are: {_listed(computing, pattern)}"
+    inside = [n for n in computing if _is_path(path, n)]
+    if inside:
+        return f"no such op is inside {path!r}; those that are: {_listed(inside, op)}"
+    owners = {site_of(user).module for n in body.graph.nodes if _reads(n, path) for user in n.users}
+    owners -= {""}
+    elsewhere = f", whose parameters are read in {', '.join(map(repr, sorted(owners)[:4]))}"
+    return f"nothing is computed inside {path!r}" + (elsewhere if owners else "")
+
+
+def _reads(node: fx.Node, pattern: str) -> bool:
+    """Whether a node reads state of a module that a glob of paths names."""
+    return node.op == "get_attr" and any(
+        fnmatch.fnmatchcase(p, pattern) for p in _with_ancestors(str(node.target))
+    )
+
+
+def _listed(nodes: list[fx.Node], wanted: str) -> str:
+    """The names of ops, the likeliest first."""
+    names = sorted({op_names(n.target)[2] for n in nodes})
+    near = difflib.get_close_matches(wanted.removeprefix("aten."), names, n=3)
+    names = [*near, *(n for n in names if n not in near)]
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return (", ".join(names[:_LISTED]) or "none") + more
+
+
+_LISTED = 12
+"""How many names a message tells."""
 
 
 def matches(pattern: str, node: fx.Node) -> bool:

@@ -45,6 +45,7 @@ class Body:
         autocast: dtype of the ambient `torch.autocast` by device type, empty where there is none.
         result: makes what the user's forward returns of the first `user_outputs` outputs; None in a
             body that was not captured from a module.
+        unmatched: patterns of `precision_overrides` that decide nothing in this graph, and why.
     """
 
     graph: fx.Graph
@@ -57,6 +58,7 @@ class Body:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     autocast: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
     result: Callable[[Sequence[Any]], Any] | None = None
+    unmatched: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def output(self) -> fx.Node:

@@ -30,7 +30,7 @@ from graphopt.passes import PipelineResult, Rule, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.passes.base import Log
 from graphopt.passes.overrides import MarkOverrides
-from graphopt.precision import lowered
+from graphopt.precision import lowered, tell_unmatched
 from graphopt.report.memory import memory_parts
 from graphopt.report.progress import progress
 from graphopt.report.rules import (
@@ -238,6 +238,7 @@ def explain(
             body.autocast = autocast_dtypes(ambient())
         if overrides:
             MarkOverrides(overrides).run(body, Log())
+            tell_unmatched(body, overrides)
         result = run_pipeline(body, options, leading=(MaterializeAutocast(),))
         planned = None if memory is None else plan(result.body, memory).plan
     return Explanation.of(model, captured.names, result, time.perf_counter() - start, planned)

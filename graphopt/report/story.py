@@ -107,6 +107,9 @@ def _faster(made: Report, *, stable: bool) -> list[Part]:
             f"({size(p.activation_cast_bytes)}); kernels do the other casts as they load and store."
             + (f" {p.pinned} ops run as precision_overrides say." if p.pinned else "")
         )
+    if p.unmatched:
+        lines = [f"  {pattern!r}: {why}" for pattern, why in p.unmatched]
+        parts.append("\n".join(["These precision_overrides decide nothing here:", *lines]))
     if not made.rewrites:
         parts.append("Nothing: no rule found anything to rewrite. Section 2 says why.")
     if made.rewrites:

@@ -84,6 +84,7 @@ class PrecisionSummary:
         activation_casts: casts of values, those left out that a kernel does as it loads or stores.
         activation_cast_bytes: bytes that they read and write.
         pinned: ops that `precision_overrides` decided.
+        unmatched: (pattern, why) of `precision_overrides` that decide nothing in this graph.
     """
 
     ambient: str | None
@@ -92,6 +93,7 @@ class PrecisionSummary:
     activation_casts: int
     activation_cast_bytes: int
     pinned: int
+    unmatched: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, plan: PrecisionPlan) -> PrecisionSummary:
@@ -99,12 +101,19 @@ class PrecisionSummary:
         weights = [c.bytes for c in plan.casts if c.weight]
         values = [c.bytes for c in plan.casts if not c.weight]
         return cls(
-            plan.ambient, len(weights), sum(weights), len(values), sum(values), len(plan.pinned)
+            plan.ambient,
+            len(weights),
+            sum(weights),
+            len(values),
+            sum(values),
+            len(plan.pinned),
+            plan.unmatched,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return dataclasses.asdict(self)
+        unmatched = [{"pattern": pattern, "why": why} for pattern, why in self.unmatched]
+        return {**dataclasses.asdict(self), "unmatched": unmatched}
 
 
 @dataclasses.dataclass(frozen=True)
