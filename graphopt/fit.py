@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphopt.api import PassCompiler
+from graphopt.capture.signature import flatten_arguments
 from graphopt.errors import BudgetError, OptionError
 from graphopt.memory.asked import check_memory
 from graphopt.memory.budget import Budget, check_budget, shown, unreachable
@@ -28,8 +30,11 @@ from graphopt.options import (
 from graphopt.passes import Rule
 from graphopt.report.progress import progress
 
-MOST = 2**20
+FAR = 2**40
 """No larger batch is looked for."""
+
+MOST = 2**20
+"""Nor a larger one than this where `make_inputs` cannot run on tensors without memory."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -43,6 +48,8 @@ class Fit:
         plan: what is recomputed for it.
         tried: (batch, whether it fits, predicted peak: with its plan where it fits, else the
             smallest that can be had).
+        limit: where the search ended before the budget was used up, the batch that it did not go
+            beyond; None where the next batch does not fit.
     """
 
     batch: int
@@ -50,6 +57,7 @@ class Fit:
     predicted_peak_bytes: int
     plan: MemoryPlan
     tried: tuple[tuple[int, bool, int], ...]
+    limit: int | None = None
 
     def __repr__(self) -> str:
         """The batch, its peak and plan, and what was tried."""
@@ -60,6 +68,8 @@ class Fit:
         for batch, fits, peak in sorted(self.tried):
             said = "fits" if fits else "does not fit"
             lines.append(f"  batch {batch:6d}  {said:12}  {shown(peak)}")
+        if self.limit is not None:
+            lines.append(_limited(self.limit))
         return "\n".join([*lines, repr(self.plan)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +82,15 @@ class Fit:
             "tried": [
                 dict(zip(("batch", "fits", "peak_bytes"), row, strict=True)) for row in self.tried
             ],
+            "limit": self.limit,
         }
+
+
+def _limited(limit: int) -> str:
+    text = f"larger batches may fit, too: none beyond {limit} was looked for"
+    if limit > MOST:
+        return text
+    return f"{text}, since make_inputs makes real tensors of each that is tried"
 
 
 @names_checked
@@ -94,12 +112,15 @@ def fit(
     """Find the largest batch whose training step fits into a budget, without running one.
 
     For a few batches the model is captured and its peak predicted, with the plan that recomputes
-    as much as the budget asks for. Nothing is allocated but the inputs that `make_inputs` makes.
+    as much as the budget asks for. Nothing is allocated: `make_inputs` runs under a mode in which
+    tensors have no memory. Where it cannot (it reads values, or takes parts of a tensor of yours),
+    its inputs are real ones, and the search ends at a batch of 2**20; `.limit` and the text of the
+    result say so.
 
     Args:
         model: the model, in the mode to train in; it is not changed.
         make_inputs: batch -> a tensor, a tuple of positional arguments, or a dict of keyword
-            arguments.
+            arguments; their sizes follow the batch.
         budget: bytes or "12GiB"; on a GPU also a float, a fraction of its memory.
         multiple_of: only multiples of this are looked at.
         recompute: whether backward may recompute; False for the largest batch without.
@@ -193,6 +214,8 @@ class _Search:
         self.plans: dict[int, MemoryPlan] = {}
         self.peaks: dict[int, int] = {}  # count -> the smallest peak that is known
         self.refused: dict[int, BudgetError] = {}
+        self.sizes: dict[int, Any] = {}  # batch -> structure and sizes of its inputs
+        self.unreal = True  # whether make_inputs works on tensors without memory
 
     def found(self) -> Fit:
         """The largest batch that fits."""
@@ -207,14 +230,17 @@ class _Search:
             )
             found.lowest_bytes = error.lowest_bytes
             raise found
-        low, high = 1, MOST // self.step + 1  # fits, does not fit
+        low, high = 1, None  # fits, does not fit
         turn = 0
-        while high - low > 1:
+        while high is None or high - low > 1:
             turn += 1
+            most = (FAR if self.unreal else MOST) // self.step
+            if high is None and low >= most:
+                break
             guess = self._guess(low, high, turn)
+            guess = guess if high is not None else min(guess, most)
             if self.fits(guess):
                 low = guess
-                self._check_growth(low)
             else:
                 high = guess
         plan = self.plans[low]
@@ -224,28 +250,44 @@ class _Search:
             else (n * self.step, False, p)
             for n, p in self.peaks.items()
         )
-        return Fit(low * self.step, self.limit, plan.predicted_peak_bytes, plan, tried)
+        peak, batch = plan.predicted_peak_bytes, low * self.step
+        return Fit(batch, self.limit, peak, plan, tried, batch if high is None else None)
 
-    def _check_growth(self, count: int) -> None:
-        """Refuse inputs that do not depend on the batch."""
-        first, found = self.plans[1], self.plans[count]
-        if count > 1 and found.unplanned_peak_bytes == first.unplanned_peak_bytes:
+    def _check_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
+        """Refuse inputs that are of the sizes of another batch's: they would fit for ever."""
+        leaves: list[torch.Tensor] = []
+        structure = flatten_arguments(args, kwargs, leaves)
+        self.unreal = self.unreal and all(isinstance(leaf, FakeTensor) for leaf in leaves)
+        sizes = (structure, tuple(leaf.shape for leaf in leaves))
+        other = next((b for b, known in self.sizes.items() if known == sizes), None)
+        if other is not None:
             raise OptionError(
-                f"batches {self.step} and {count * self.step} have the same peak",
-                why="what make_inputs returns does not depend on the batch that it is given",
-                try_="make_inputs=lambda batch: torch.randn(batch, ...)",
+                f"make_inputs({other}) and make_inputs({batch}) are of the same sizes",
+                why="what make_inputs returns does not grow with the batch that it is given",
+                try_="make_inputs=lambda batch: torch.randn(batch, ...), as large as is asked for",
             )
+        self.sizes[batch] = sizes
 
-    def _guess(self, low: int, high: int, turn: int) -> int:
+    def _inputs(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of a batch: without memory where `make_inputs` works so, else real."""
+        if self.unreal:
+            try:
+                with FakeTensorMode():  # which takes no real tensors
+                    return _arguments(self.make_inputs(batch), batch)
+            except Exception:  # a real call tells what is wrong, if anything is
+                self.unreal = False
+        return _arguments(self.make_inputs(batch), batch)
+
+    def _guess(self, low: int, high: int | None, turn: int) -> int:
         """Where the peak would reach the limit if it grew evenly; now and then the middle."""
         known = sorted(self.peaks)
-        if high not in self.peaks:  # nothing too large yet
+        if high is None:  # nothing too large yet
             reach = 4 * low
             if len(known) > 1:
                 a, b = known[-2], known[-1]
                 slope = (self.peaks[b] - self.peaks[a]) / (b - a)
                 reach = max(2 * low, min(reach * 4, self._at(b, slope) + 1))
-            return min(max(low + 1, reach), high - 1)
+            return max(low + 1, reach)
         if turn % 3 == 0:
             return (low + high) // 2
         slope = (self.peaks[high] - self.peaks[low]) / (high - low)
@@ -260,11 +302,12 @@ class _Search:
     def fits(self, count: int) -> bool:
         """Whether some multiple of the step fits; keeps its plan."""
         batch = count * self.step
-        args, kwargs = _arguments(self.make_inputs(batch), batch)
+        args, kwargs = self._inputs(batch)
         opt = self.make()
-        check_fit(opt.source, args or (), kwargs)
+        check_fit(opt.source, args, kwargs)
+        self._check_new(args, kwargs, batch)
         try:
-            opt.capture(args or (), kwargs)
+            opt.capture(args, kwargs)
         except BudgetError as error:
             self.refused[count] = error
             self.peaks[count] = error.lowest_bytes or 2 * self.limit
@@ -283,9 +326,10 @@ class _Search:
         return True
 
 
-def _arguments(given: Any, batch: int) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+def _arguments(given: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, Mapping):
-        return check_inputs(None, given, ("make_inputs", f"make_inputs({batch})"))
+        args, kwargs = check_inputs(None, given, ("make_inputs", f"make_inputs({batch})"))
+        return args or (), kwargs
     names = (f"make_inputs({batch})", "")
     args, kwargs = check_inputs(given, None, names)
     if args is None:

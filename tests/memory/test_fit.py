@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -94,6 +95,50 @@ def test_a_fraction_is_one_of_the_gpu():
         fit(nn.Linear(8, 8), lambda batch: torch.ones(batch, 8), 1e9)
 
 
-def test_inputs_that_do_not_depend_on_the_batch():
-    with pytest.raises(OptionError, match="have the same peak"):
-        fit(net(), lambda count: torch.ones(4, 32), BUDGET)
+DATA = torch.ones(40, 32)
+
+
+@pytest.mark.parametrize(
+    "make_inputs", [lambda count: torch.ones(4, 32), lambda count: DATA[:count]]
+)
+def test_inputs_that_do_not_grow_with_the_batch(make_inputs):
+    with pytest.raises(OptionError, match="are of the same sizes"):
+        fit(net(), make_inputs, "1GiB")
+
+
+def test_a_large_budget_is_used_up_without_memory():
+    """Inputs of a tenth of 2 TiB would not fit here."""
+    found = fit(net(), lambda count: torch.randn(count, 32), "2TiB", recompute=False)
+    assert found.batch > 2**20
+    assert found.limit is None
+    assert 0.999 * 2**41 < found.predicted_peak_bytes <= 2**41
+
+
+@pytest.mark.parametrize(
+    "make_inputs",
+    [
+        lambda count: torch.frombuffer(bytearray(128 * count), dtype=torch.float32).view(-1, 32),
+        lambda count: DATA[0].expand(count, 32),
+        lambda count: torch.randn(count, 32)[torch.randperm(count).tolist()],
+    ],
+    ids=["made elsewhere", "from a real tensor", "by values"],
+)
+def test_where_inputs_are_real_the_result_says_that_the_search_ended(monkeypatch, make_inputs):
+    monkeypatch.setattr(sys.modules["graphopt.fit"], "MOST", 100)
+    found = fit(net(), make_inputs, "1GiB", multiple_of=8)
+    assert found.batch == found.limit == 96
+    assert "none beyond 96 was looked for, since make_inputs makes real tensors" in repr(found)
+    assert found.to_dict()["limit"] == 96
+
+
+def test_the_budget_ends_a_search_with_real_inputs():
+    real = torch.ones(512, 32)
+    found = fit(net(), lambda count: real[:count], BUDGET)
+    assert found.limit is None
+    assert "looked for" not in repr(found)
+
+
+def test_make_inputs_draws_nothing():
+    before = torch.get_rng_state()
+    fit(net(), lambda count: torch.randn(count, 32), BUDGET)
+    assert torch.equal(before, torch.get_rng_state())
