@@ -128,5 +128,6 @@ class Runs:
                 f"at most {AGREEMENT:.0e} allowed"
             )
         reasons.extend(comparison.reasons)
-        status, reason = ("wrong" if reasons else "right"), "; ".join(reasons[:3])
+        more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
+        status, reason = ("wrong" if reasons else "right"), "; ".join([*reasons[:3], *more])
         return Verdict(status, reason, found.worst, comparison, found.rounding)

@@ -215,6 +215,7 @@ class ContractJudge:
             f"{t.difference:.1e}"
             for t in odd[:3]
         ]
+        words += [f"and {len(odd) - 3} more"] if len(odd) > 3 else []
         return Outcome(not odd, "; ".join(words), (Ran("", (), self.body),))
 
     def _eager(

@@ -41,7 +41,7 @@ class DeviceTime:
         busy_ms: milliseconds in which something ran; kernels that overlap count once.
         idle_ms: the rest of the step: on a GPU it waited for the host, on the CPU no operation ran
             (Python, dispatch).
-        kernels: the longest by name.
+        kernels: the longest by name, at most 30.
     """
 
     kinds: dict[str, float]

@@ -193,7 +193,8 @@ class Problem:
             readers = [
                 self.timeline.values[j].name for j in used if i in self.timeline.values[j].reads
             ]
-            reason += f", on the way to {', '.join(sorted(readers)[:3])}"
+            some = [*sorted(readers)[:3], *([f"{len(readers) - 3} more"] if readers[3:] else [])]
+            reason += f", on the way to {', '.join(some)}"
         if v.spare:
             reason += "; its gradient is written over it"
         return Recompute(v.name, op, v.saved, v.ms, reason, site)

@@ -91,7 +91,8 @@ class MemoryPlan:
             return []
         picked = spread(self.curve, 8)
         points = ", ".join(f"{shown(p.peak_bytes)} +{p.extra_ms:.3g} ms" for p in picked)
-        return [f"  curve: {points}"]
+        some = f" ({len(picked)} of {len(self.curve)} plans)" if picked != [*self.curve] else ""
+        return [f"  curve: {points}{some}"]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -76,7 +76,10 @@ class Advice:
         """What is shown, in order."""
         first = self.settings[0]
         total = sum(ms for _, ms in self.time_by_op) or 1.0
-        ops = ", ".join(f"{op} {ms / total:.0%}" for op, ms in self.time_by_op[:6])
+        ops = ", ".join(f"{op} {ms / total:.0%}" for op, ms in self.time_by_op[:_OPS])
+        rest = self.time_by_op[_OPS:]
+        if rest:
+            ops += f", {len(rest)} others {sum(ms for _, ms in rest) / total:.0%}"
         kinds = ", ".join(f"{kind} {size(b)}" for kind, b in self.memory_by_kind if b)
         parts: list[Part] = [
             f"{self.model} on {self.device}: predicted {first.ms:.3g} ms of kernels and "
@@ -119,6 +122,10 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {**dataclasses.asdict(self), "options": self.options, "call": self.call}
+
+
+_OPS = 6
+"""How many ops are told by name, the longest."""
 
 
 def _ms(value: float) -> str:

@@ -226,6 +226,8 @@ class BisectResult:
         for culprit in self.culprits:
             parts += culprit.parts()
         parts += [str(check) + f" is wrong: {check.reason}" for check in self.suspects[:10]]
+        if len(self.suspects) > 10:
+            parts.append(f"... and {len(self.suspects) - 10} more, in .suspects")
         if self.cure:
             tried = "the run with it is right" if self.cured else "the run with it is still wrong"
             parts.append(f"cure: optimize(..., {self.cure})   ({tried})")

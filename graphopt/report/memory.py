@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from graphopt.memory.problem import CurvePoint
 from graphopt.memory.result import MemoryPlan, by_module, spread
 from graphopt.report.table import Table, size
 from graphopt.report.view import Part
@@ -39,7 +42,11 @@ def memory_parts(plan: MemoryPlan) -> list[Part]:
     if plan.offload:
         parts += ["In host memory between forward and backward, by module:", _away_table(plan)]
     if len(plan.curve) > 1:
-        parts += ["What other budgets would cost:", _curve_table(plan)]
+        picked = spread(plan.curve, 10)
+        some = (
+            f" ({len(picked)} of {len(plan.curve)} plans)" if len(picked) < len(plan.curve) else ""
+        )
+        parts += [f"What other budgets would cost{some}:", _curve_table(plan, picked)]
     return [*parts, COUNTED]
 
 
@@ -61,8 +68,7 @@ def _away_table(plan: MemoryPlan) -> Table:
     return Table(header, rows, right=header[1:4])
 
 
-def _curve_table(plan: MemoryPlan) -> Table:
-    points = spread(plan.curve, 10)
+def _curve_table(plan: MemoryPlan, points: Sequence[CurvePoint]) -> Table:
     columns = 4 if any(p.offloaded for p in plan.curve) else 3
     rows = tuple(
         (size(p.peak_bytes), f"+{p.extra_ms:.3g}", str(p.recomputed), str(p.offloaded))[:columns]

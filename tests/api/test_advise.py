@@ -1,5 +1,6 @@
 """Advice: settings in the order of their gain, memory on top, what is left out and why."""
 
+import dataclasses
 import importlib
 import json
 
@@ -135,3 +136,10 @@ def test_command_line_prints_json(monkeypatch, capsys, tmp_path):
     assert cli.main(["advise", "advised_target:make", "--json", "--no-measured"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["call"].startswith("graphopt.optimize(model, inputs")
+
+
+def test_ops_that_are_not_named_are_counted():
+    found = graphopt.advise(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8))
+    ops = tuple((f"op{i}", 10.0 - i) for i in range(8))
+    text = repr(dataclasses.replace(found, time_by_op=ops))
+    assert "op5 10%, 2 others 13%" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 
@@ -335,3 +336,11 @@ def test_a_limit_on_rewrites_that_leaves_the_plan_out_is_told(ids):
 
 def test_the_next_line_of_explain_keeps_the_budget(ids):
     assert "memory_budget=0.9)" in repr(graphopt.explain(Model(1), ids, memory_budget=0.9))
+
+
+def test_a_curve_that_is_cut_says_so(ids):
+    found = graphopt.optimize(Model(), ids, memory_budget=0.6).memory_plan
+    assert len(found.curve) > 10
+    assert f"(8 of {len(found.curve)} plans)" in repr(found)
+    few = dataclasses.replace(found, curve=found.curve[:3])
+    assert " of 3 plans" not in repr(few)
