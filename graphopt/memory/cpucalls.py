@@ -1,8 +1,9 @@
-"""What oneDNN takes inside convolutions, LSTMs and products of low precision, by one call each.
+"""What operations take inside on the CPU: by one real call each, else by their source.
 
 Which kernel oneDNN picks, and in which layout it wants its operands, is its own affair: it depends
-on the processor, the sizes, the dtypes and the number of threads. So a call of each kind and size
-runs once on zeros, and its allocations are followed one by one. What is found is kept on disk.
+on the processor, the sizes, the dtypes and the number of threads. Torch's own operations copy what
+does not lie as they want it, and widen bf16. So a call of each kind and size runs once on made-up
+operands (`graphopt.memory.trial`), and its allocations are followed one by one.
 
 Torch's allocator tells of an allocation only to its profilers. The older of the two is the one
 that fits here: it sees one thread, keeps the order, and refuses to start inside another one, where
@@ -13,80 +14,38 @@ from __future__ import annotations
 
 import functools
 import platform
-import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from graphopt.cost.dispatched import dispatched_cost
-from graphopt.cost.kept import load, store
+from graphopt.memory import trial
 from graphopt.memory.tracker import storages_of
-
-FILE = "workspaces.json"
-"""Holds what was measured, of every device."""
+from graphopt.memory.trial import PRODUCTS, Taken, name_of
 
 MOST_FLOPS = 2e10
 """A call that computes more is not run: a second or so for most processors."""
 MOST_BYTES = 2**30
 """Nor is one whose operands and results take more."""
 
-_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _LAYERS = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
+_PREPARED = PRODUCTS | _LAYERS | {"convolution", "convolution_backward"}
+"""Operations whose first call takes what is kept for the next ones."""
 _GPU_LAYERS = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"})
 KEPT_FOR = {"mkldnn_rnn_layer_backward": 22, "_cudnn_rnn_backward": 20, "miopen_rnn_backward": 19}
 """Operations -> the operand that forward kept for them in a layout of the library's own."""
-_OTHERS = frozenset(
-    {
-        "_trilinear",
-        "im2col",
-        "col2im",
-        "_embedding_bag",
-        "_embedding_bag_backward",
-        "soft_margin_loss_backward",
-        "binary_cross_entropy_with_logits",
-        "huber_loss",
-        "kthvalue",
-        "cumsum",
-        "cumprod",
-        "logcumsumexp",
-        "logsumexp",
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "_euclidean_dist",
-    }
-)
-"""Torch's own, which copy operands or keep whole results inside: found by calls of many ops."""
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-_known: dict[str, dict[str, int]] = {}
-_lock = threading.Lock()
+
+_book = trial.Book()
 
 
-def takes_inside(name: str, out: Any) -> bool:
-    """Whether an operation's inner allocations must be measured: oneDNN's, and some of torch's.
+def cpu_call(func: Any, args: Any, kwargs: Any, out: Any) -> Taken | None:
+    """What one call on the CPU takes beside its results.
 
-    Products in float32 are the BLAS's own, unless `torch.set_float32_matmul_precision` allows less.
-
-    Args:
-        name: of the ATen operation, "mm".
-        out: what it returned.
-    """
-    if name in _CONVOLUTIONS | _LAYERS | _OTHERS:
-        return True
-    return name in _PRODUCTS and (
-        out.dtype in (torch.bfloat16, torch.float16)
-        or (out.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
-    )
-
-
-def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-    """Bytes that one call on the CPU holds inside at most, beside its results.
-
-    Each kind and size of call runs once a machine and number of threads, on new tensors of zeros.
+    Each kind and size of call runs once a machine and number of threads, on made-up operands.
 
     Args:
         func: the operation.
@@ -95,15 +54,35 @@ def cpu_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         out: what it returned.
 
     Returns:
-        None where the call fails on zeros or is too large (`MOST_FLOPS`, `MOST_BYTES`), or a
-        profiler is running already.
+        None where it is not known: the call fails on made-up operands, it is too large
+        (`MOST_FLOPS`, `MOST_BYTES`), or a profiler is running already.
 
     Example:
         >>> a = torch.zeros(8, 8)
-        >>> cpu_bytes(torch.ops.aten.relu.default, (a,), {}, a)
-        0
+        >>> cpu_call(torch.ops.aten.relu.default, (a,), {}, a)
+        Taken(inside=0, results=())
     """
-    return _asked(_settings(), func, args, kwargs, out, _measure)
+    leaves = trial.flat(args, kwargs)
+    if not trial.may_call(func, leaves, "cpu") or _is_blas(name_of(func), leaves):
+        return Taken(0)
+    grad = keeps_more(func)
+    key = (*trial.key_of(func, leaves), grad, *_settings())
+
+    def run() -> Taken | None:
+        tensors = [*storages_of(leaves), *storages_of(out)]
+        if (
+            lacks_operand(func, args)
+            or name_of(func) in trial.BY_VALUE
+            or sum(t.nbytes for t in tensors) > MOST_BYTES
+            or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS
+        ):
+            return None
+        autocast = torch.autocast("cpu", enabled=False)
+        with _disable_current_modes(), torch.set_grad_enabled(grad), autocast:
+            return _measure(func, args, kwargs, out)
+
+    device = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    return _book.look(device, key, run) or _by_source(func, args, out)
 
 
 def keeps_more(func: Any) -> bool:
@@ -112,7 +91,7 @@ def keeps_more(func: Any) -> bool:
     Args:
         func: the operation.
     """
-    return torch.is_grad_enabled() and _name(func) in _LAYERS | _GPU_LAYERS
+    return torch.is_grad_enabled() and name_of(func) in _LAYERS | _GPU_LAYERS
 
 
 def lacks_operand(func: Any, args: Any) -> bool:
@@ -122,134 +101,25 @@ def lacks_operand(func: Any, args: Any) -> bool:
         func: the operation.
         args: its positional arguments.
     """
-    place = KEPT_FOR.get(_name(func))
+    place = KEPT_FOR.get(name_of(func))
     return place is not None and not args[place].numel()
 
 
-def cpu_result(func: Any, args: Any, kwargs: Any, out: Any, place: int) -> int | None:
-    """Bytes of one result's storage, where its fake form does not tell them.
+def _is_blas(name: str, leaves: list[Any]) -> bool:
+    """Whether the BLAS multiplies as it is called, in the dtype and layout of the operands.
 
-    Args:
-        func: the operation.
-        args: positional arguments; their tensors may be fake.
-        kwargs: keyword arguments.
-        out: what it returned.
-        place: which of the results.
-
-    Returns:
-        None as for `cpu_bytes`; 0 for a result that is not there.
-
-    Example:
-        >>> a = torch.zeros(8, 8)
-        >>> cpu_result(torch.ops.aten.max.dim, (a, 0), {}, a.max(0), 1)
-        64
+    Not in float32 where `torch.set_float32_matmul_precision` allows less: oneDNN then does.
     """
-
-    def size(func: Any, args: Any, kwargs: Any) -> int | None:
-        return result_size(func, args, kwargs, place)
-
-    return _asked(f"result {place} {_settings()}", func, args, kwargs, out, size)
-
-
-def _asked(
-    what: str, func: Any, args: Any, kwargs: Any, out: Any, measure: Callable[..., int | None]
-) -> int | None:
-    """A number about a call: as it is known, else by the call."""
-    leaves, _ = tree_flatten((args, kwargs))
-    operands = [*storages_of(leaves), *storages_of(out)]
-    if any(t.device.type != "cpu" for t in operands):  # a model on `meta` is counted, not run
-        return 0
-    grad = keeps_more(func)
-    key = f"{what} {func}{' grad' * grad} {[described(v) for v in leaves]}{_repeated(leaves)}"
-    device = f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-    def run() -> int | None:
-        if (
-            lacks_operand(func, args)
-            or sum(t.nbytes for t in operands) > MOST_BYTES
-            or dispatched_cost(func, tuple(args), dict(kwargs), out).flops > MOST_FLOPS
-        ):
-            return None
-        autocast = torch.autocast("cpu", enabled=False)
-        with _disable_current_modes(), torch.set_grad_enabled(grad), autocast:
-            return measure(func, args, kwargs)
-
-    return remembered(_known, device, key, run)
-
-
-def remembered(
-    known: dict[str, dict[str, int]], device: str, key: str, measure: Callable[[], int | None]
-) -> int | None:
-    """A number about a call: as it is known here or on disk, else measured and kept in both.
-
-    Args:
-        known: device -> call -> number, of this process.
-        device: whose number it is.
-        key: the call.
-        measure: gives the number; None where it cannot, which is not kept.
-    """
-    with _lock:
-        table = known.setdefault(device, {})
-        if not table:
-            table.update(_counts(load(FILE, device)))
-        if key in table:
-            return table[key]
-    found = measure()
-    if found is not None:
-        with _lock:
-            table[key] = found
-            store(FILE, device, dict(table))
-    return found
-
-
-def _name(func: Any) -> str:
-    return str(func._schema.name).removeprefix("aten::")
-
-
-def described(value: Any) -> str:
-    """An argument as far as a call's memory depends on it."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}{list(value.stride())}"
-    return str(value)
-
-
-def zeros(value: Any) -> Any:
-    """A tensor of zeros of the sizes, strides and dtype of another; else the value itself."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return made.zero_()
-
-
-def all_zeros(args: Any, kwargs: Any) -> Any:
-    """Arguments with `zeros` for tensors; operands that are one stay one: some calls then copy it.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
-    made: dict[Any, Any] = {}
-    return tree_map(lambda v: made.setdefault(_place(v), zeros(v)), (args, kwargs))
-
-
-def _place(value: Any) -> Any:
-    """Where a tensor lies; of anything else that it is itself."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return id(value)
-    lies = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-    return value.untyped_storage()._cdata, int(value.storage_offset()), value.dtype, *lies
-
-
-def _repeated(leaves: list[Any]) -> str:
-    """Which tensors among the arguments of a call are one."""
-    first: dict[Any, int] = {}
-    places = [
-        (i, first.setdefault(_place(v), i))
-        for i, v in enumerate(leaves)
-        if isinstance(v, torch.Tensor)
-    ]
-    return "".join(f" {i}={j}" for i, j in places if i != j)
+    if name not in PRODUCTS:
+        return False
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
+    dtype = tensors[0].dtype
+    exact = dtype is torch.float64 or (
+        dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    )
+    return (
+        exact and all(map(trial.in_rows, tensors[-2:])) and all(t.dtype is dtype for t in tensors)
+    )
 
 
 @functools.cache
@@ -264,61 +134,57 @@ def cpu_name() -> str:
     return ", ".join(named) or platform.processor() or platform.machine()
 
 
-def _settings() -> str:
+def _settings() -> tuple[Any, ...]:
     """What else decides which kernel runs."""
-    mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    matmul = torch.get_float32_matmul_precision()
-    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {mkldnn} {matmul}"
+    return (
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
-def _counts(kept: dict[str, Any]) -> dict[str, int]:
-    """The entries of a file of sizes that can be meant."""
-    return {k: v for k, v in kept.items() if type(v) is int and v >= 0}
+def _measure(func: Any, args: Any, kwargs: Any, out: Any) -> Taken | None:
+    """What a call takes on the first made-up operands that it takes; None where it takes none.
 
-
-def result_size(func: Any, args: Any, kwargs: Any, place: int) -> int | None:
-    """Bytes of one result's storage, by a call on zeros; None where the call fails.
-
-    Args:
-        func: the operation.
-        args: positional arguments; their tensors may be fake.
-        kwargs: keyword arguments.
-        place: which of the results.
+    Raises:
+        BusyError: where a profiler runs already.
     """
-    try:
-        given, named = all_zeros(args, kwargs)
-        result = func(*given, **named)[place]
-    except (RuntimeError, TypeError):  # no memory, or a dtype that it lacks
-        return None
-    return int(result.untyped_storage().nbytes()) if isinstance(result, torch.Tensor) else 0
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    with torch.random.fork_rng(devices=[], enabled=seeded), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's own call warns, too
+        return trial.first_that_runs(
+            lambda fill: _once(func, trial.made_up(args, kwargs, fill), out)
+        )
 
 
-def _measure(func: Any, args: Any, kwargs: Any) -> int | None:
-    try:
-        given, named = all_zeros(args, kwargs)
-        func(*given, **named)  # the first call builds what is kept for the next ones
-        results: list[Any] = []
-        peak = _peak(lambda: results.append(func(*given, **named)))
-    except (RuntimeError, TypeError):  # no memory, a dtype that it lacks, a profiler runs already
-        return None
+def _once(func: Any, given: Any, out: Any) -> Taken | None:
+    args, kwargs = given
+    if name_of(func) in _PREPARED:
+        func(*args, **kwargs)
+    results: list[Any] = []
+    peak = _peak(lambda: results.append(func(*args, **kwargs)))
     if peak is None:
         return None
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in storages_of(results)}
-    return max(0, peak - sum(made.values()))
+    return trial.taken(peak, func, given, results[0], out)
 
 
 def _peak(run: Callable[[], None]) -> int | None:
     """The most bytes that a function holds at once; None where this torch cannot tell.
 
     Raises:
-        RuntimeError: where a profiler runs already.
+        BusyError: where a profiler runs already.
     """
     try:
         from torch._C._autograd import _disable_profiler_legacy
         from torch.autograd.profiler_legacy import profile
     except ImportError:  # it is deprecated
         return None
-    profile(profile_memory=True)._start_trace()
+    try:
+        profile(profile_memory=True)._start_trace()
+    except RuntimeError as error:
+        raise trial.BusyError(str(error)) from error
     try:
         run()
     finally:
@@ -329,3 +195,112 @@ def _peak(run: Callable[[], None]) -> int | None:
             held += record.cpu_memory_usage()
             most = max(most, held)
     return most
+
+
+# ---- by their source: what was not run
+
+
+def _by_source(func: Any, args: Any, out: Any) -> Taken | None:
+    known = _SOURCES.get(name_of(func))
+    if known is not None:
+        return Taken(known(args, out))
+    tensors = list(storages_of((args, out)))
+    same = len({(t.dtype, t.shape, t.stride()) for t in tensors}) == 1
+    return Taken(0) if same and torch.Tag.pointwise in func.tags else None
+
+
+def guessed(func: Any, args: Any, out: Any) -> int:
+    """Bytes that a convolution which was not run may take inside; 0 for other operations.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+        out: what it returned.
+    """
+    known = _GUESSES.get(name_of(func))
+    return known(args, out) if known is not None else 0
+
+
+def _layer_norm_backward(args: Any, out: Any) -> int:
+    """Partial sums of the weights' gradients, one pair a thread."""
+    _, x, shape = args[:3]
+    if args[5] is None and args[6] is None:
+        return 0
+    count = 1
+    for size in shape:
+        count *= int(size)
+    return 2 * torch.get_num_threads() * count * x.element_size()
+
+
+def _batch_norm_backward(args: Any, out: Any) -> int:
+    """The input's gradient before it is laid out."""
+    return int(args[1].numel() * args[1].element_size())
+
+
+def _mse_loss(args: Any, out: Any) -> int:
+    """All losses, of which the mean or sum is taken."""
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return int(shape.numel()) * out.element_size() if out.dim() == 0 else 0
+
+
+def _attention(args: Any, out: Any) -> int:
+    """Scores of one block of rows, their maximum and sum, and its result: one set a thread."""
+    rows, columns = _attention_block(args[0], args[1])
+    size = rows * columns + 2 * rows + rows * int(args[0].shape[-1])
+    return 4 * size * torch.get_num_threads()
+
+
+def _attention_backward(args: Any, out: Any) -> int:
+    """Scores of one block and their gradient, and a sum for each row: one set a thread.
+
+    And the incoming gradient in the layout [batch, rows, heads, columns], where it has another.
+    """
+    rows, columns = _attention_block(args[1], args[2])
+    grad = args[0]
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.numel() * grad.element_size()
+    return copy + 4 * (2 * rows * columns + rows) * torch.get_num_threads()
+
+
+def _attention_block(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    rows, columns = int(query.shape[-2]), int(key.shape[-2])
+    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(columns, 512)
+
+
+def _convolution(args: Any, out: Any) -> int:
+    """A result in oneDNN's own layout, of which the one that is returned is a copy."""
+    return int(out.nbytes) if _mkldnn(out, args[1]) else 0
+
+
+def _convolution_backward(args: Any, out: Any) -> int:
+    grad, x, weight = args[:3]
+    if not _mkldnn(grad, weight):
+        return 0
+    copy = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
+    of_input, *others = (0 if t is None else int(t.nbytes) for t in out)
+    if not of_input:
+        return copy + int(grad.nbytes)
+    # The input's gradient exists three times before those of weight and bias are made, and while
+    # these are made, gradient and input lie there in oneDNN's layout.
+    return copy + max(2 * of_input - sum(others), int(grad.nbytes + x.nbytes))
+
+
+def _mkldnn(result: torch.Tensor, weight: torch.Tensor) -> bool:
+    plain = (
+        not result.is_contiguous(memory_format=torch.channels_last) if result.dim() == 4 else True
+    )
+    usable = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(usable and plain and weight.dtype in (torch.float32, torch.bfloat16))
+
+
+_GUESSES: dict[str, Callable[[Any, Any], int]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+}
+_SOURCES: dict[str, Callable[[Any, Any], int]] = {
+    "native_layer_norm_backward": _layer_norm_backward,
+    "mse_loss": _mse_loss,
+    "smooth_l1_loss": _mse_loss,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}

@@ -12,14 +12,6 @@ from typing import Any
 
 import torch
 
-UNTOLD = {"mkldnn_rnn_layer": (3,), "_cudnn_rnn": (3,), "miopen_rnn": (3,)}
-"""ATen operations of which some results, by their places, have no byte in their fake forms.
-
-What forward keeps for backward in a layout of the library's own: only a call tells its size. Real
-and fake storages compared over torch's own samples of operators, on a CPU with torch 2.13, show no
-other, save the indices of `_sparse_mm_reduce_impl` and the losses that the tracker knows.
-"""
-
 APART = {"mkldnn_rnn_layer_backward": torch.float32}
 """Operations whose results have a storage each, and that dtype, which their fake forms lack.
 

@@ -13,31 +13,81 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphopt.memory.tracker import Allocation
 
 aten = torch.ops.aten
 
-_IN_PLACE = frozenset(
+_INTO_ZEROS = frozenset(
     {
-        aten.add.Tensor,
+        aten.scatter.src,
         aten.scatter_add.default,
         aten.index_put.default,
         aten.index_add.default,
+        aten.put.default,
     }
 )
+"""Operations by which backward formulas write a gradient into zeros."""
+_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros_like.default", "aten.zeros.default"})
+"""Operations that make them."""
 
 
-def takes_over(func: Any, args: Sequence[Any]) -> bool:
+def takes_over(func: Any, args: Sequence[Any], first: Allocation) -> bool:
     """Whether the result of an operation of the backward takes the place of its first operand.
 
     Called inside the dispatch of the operation: it counts who holds the operand.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+        first: the record of the first of them.
     """
-    if func not in _IN_PLACE or torch.is_grad_enabled() or not isinstance(args[0], torch.Tensor):
+    if torch.is_grad_enabled() or not (func in _INTO_ZEROS or func is aten.add.Tensor):
         return False
     node: Any = torch._C._current_autograd_node()
-    if node is None or (func is aten.add.Tensor and not _same(args[0], args[1])):
+    if node is None:
         return False
-    return _holders(args[0]) == sole()
+    found, alone = _holders(args[0]), sole()
+    if func is aten.add.Tensor:
+        return found == alone and _same(args[0], args[1]) and _engine_adds(node, first)
+    if alone is None or isinstance(node, BackwardCFunction) or first.op not in _ZEROS:
+        return False
+    # In torch's own formulas; some operations hold their operand once more on the way here.
+    return found in (alone, (alone[0] + 1, alone[1]))
+
+
+def _engine_adds(node: Any, first: Allocation) -> bool:
+    """Whether the engine adds two gradients, and not a node's own formula two of its terms.
+
+    The engine's first one comes from an earlier node, or from this one, if that has two edges to
+    the same place.
+    """
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return first.node != node._sequence_nr() or len(set(edges)) < len(edges)
+
+
+_EVENLY = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
+"""Nodes that share a gradient out among the elements that are the largest, smallest, middle."""
+
+
+def beside(func: Any, args: Sequence[Any]) -> int:
+    """Bytes that lie there beside an operation of the backward only without a dispatch mode.
+
+    On the CPU `_EVENLY` writes shares into zeros, which are made before it counts how many share;
+    under a mode it multiplies a mask by the share.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+    """
+    if func is not aten.sum.default or args[0].dtype is not torch.bool or args[0].is_cuda:
+        return 0
+    node: Any = torch._C._current_autograd_node()
+    if node is None or node.name() not in _EVENLY:
+        return 0
+    return int(args[0].numel() * node._saved_self.element_size())
 
 
 def _same(a: torch.Tensor, b: Any) -> bool:

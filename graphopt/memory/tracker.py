@@ -39,6 +39,7 @@ class Allocation:
         kind: what it is for, as far as it is known ("parameters", ...); "" else.
         born: the event at which it came; 0 for what was there before.
         died: the event at which it went, None while it is alive.
+        node: sequence number of autograd's node that made it; None outside of a backward.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Allocation:
     kind: str = ""
     born: int = 0
     died: int | None = None
+    node: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,8 @@ class StorageTracker(TorchDispatchMode):
         within: operation -> a function to run in its place, whose own operations are followed,
             or None to run the operation as it is; so does a function that returns NotImplemented.
         only: follow only tensors on a device of this type.
-        takes_over: says of an operation whether its result takes the place of its first operand.
+        takes_over: says of an operation, whose first operand has a record, whether its result takes
+            that operand's place.
         whole: operation, arguments, result -> the result to go on with: where the fake form of an
             operation has less than the real one.
         form: operation -> its fake form, where torch has none, or None to run the operation.
@@ -104,7 +107,7 @@ class StorageTracker(TorchDispatchMode):
         watch: Dispatched | None = None,
         within: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         only: str | None = None,
-        takes_over: Callable[[Any, Sequence[Any]], bool] | None = None,
+        takes_over: Callable[[Any, Sequence[Any], Allocation], bool] | None = None,
         whole: Callable[[Any, Any, Any, Any], Any] | None = None,
         form: Callable[[Any], Callable[..., Any] | None] | None = None,
     ) -> None:
@@ -133,7 +136,7 @@ class StorageTracker(TorchDispatchMode):
         """Run an operation and take down the storages of what it returns."""
         kwargs = kwargs or {}
         label = self._where() if self._where is not None else None
-        over = self._takes_over is not None and self._takes_over(func, args)
+        over = self._overwritten(func, args)
         instead = self._within(func, args, kwargs) if self._within is not None else None
         out = NotImplemented
         if instead is not None:
@@ -144,16 +147,22 @@ class StorageTracker(TorchDispatchMode):
             out = (form or func)(*args, **kwargs)
         if self._whole is not None:
             out = self._whole(func, args, kwargs, out)
-        if over:
-            key = args[0].untyped_storage()._cdata
-            known = self._known.get(key)
-            if known is not None and known[1].op:
-                self._dead(key, known[1])
+        if over is not None:
+            self._dead(args[0].untyped_storage()._cdata, over)
         for tensor in storages_of(out):
             self._meet(tensor, label, func, (args, kwargs))
         if self._watch is not None:
             self._watch(func, args, kwargs, out)
         return out
+
+    def _overwritten(self, func: Any, args: Sequence[Any]) -> Allocation | None:
+        """The record of the first operand, where the result takes its place."""
+        if self._takes_over is None or not args or not isinstance(args[0], torch.Tensor):
+            return None
+        known = self._known.get(_key(args[0]))
+        if known is None or not known[1].op:
+            return None
+        return known[1] if self._takes_over(func, args, known[1]) else None
 
     def hold(self, tensor: torch.Tensor, kind: str, label: Any, size: int | None = None) -> bool:
         """Count a tensor that was there before.
@@ -235,6 +244,8 @@ class StorageTracker(TorchDispatchMode):
         size = storage.nbytes() if size is None else size
         made = self.take(size, label, op, str(tensor.device), kind)
         made.dtype, made.shape = tensor.dtype, tuple(map(int, tensor.shape))
+        node: Any = torch._C._current_autograd_node()
+        made.node = node._sequence_nr() if node is not None else None
         self._known[key] = weakref.ref(storage, lambda _: self._dead(key, made)), made
 
     def _dead(self, key: int, made: Allocation) -> None:
@@ -295,6 +306,10 @@ class StorageTracker(TorchDispatchMode):
         event = max(range(start, len(curve)), key=curve.__getitem__)
         live = sorted((a for a in self.live_at(event) if a.bytes), key=lambda a: -a.bytes)
         return Peak(curve[event], event, tuple(live))
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 _REDUCED = {"aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss"}

@@ -1,4 +1,4 @@
-"""What oneDNN takes inside on the CPU: predictions against the profiler, the file of calls."""
+"""What operations take inside on the CPU: predictions against the profiler, the file of calls."""
 
 import json
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 import graphopt
 from graphopt.bench.trace import peak_allocated, record
 from graphopt.errors import GraphoptWarning
-from graphopt.memory import cpucalls, device
+from graphopt.memory import cpucalls, device, trial
 from graphopt.memory.oracle import predict
 
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -20,7 +20,8 @@ CONVOLUTION = torch.ops.aten.convolution.default
 def own_cache(monkeypatch, tmp_path):
     """No file but the test's own, and nothing known."""
     monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpucalls, "_known", {})
+    monkeypatch.setattr(cpucalls, "_book", trial.Book())
+    monkeypatch.setattr(trial, "SLOW_MS", 0)  # all calls are kept
     return tmp_path
 
 
@@ -160,21 +161,26 @@ def test_what_torch_s_own_operations_copy_inside_is_counted(make):
     assert found.peak_bytes == pytest.approx(found.start_bytes + added, rel=0.002)
 
 
+def _all_but(name):
+    """In the place of a measurement: every call takes nothing, one is not to be made."""
+
+    def measure(func, *call):
+        assert trial.name_of(func) != name
+        return trial.Taken(0)
+
+    return measure
+
+
 def test_a_layer_whose_workspace_is_not_known_is_named_and_its_backward_is_not_run(monkeypatch):
     monkeypatch.setattr(cpucalls, "MOST_FLOPS", 1)
-    monkeypatch.setattr(cpucalls, "_measure", None)
+    monkeypatch.setattr(cpucalls, "_measure", _all_but("mkldnn_rnn_layer"))
     opt = graphopt.optimize(Recurrent(), (torch.randn(20, 8, 12),))
     notes = predict(opt.body, loss_fn=_loss).notes
     assert any("mkldnn_rnn_layer" in note and "not known" in note for note in notes)
 
 
 def test_a_backward_without_its_workspace_is_not_run(monkeypatch):
-    def forward_only(func, *given):
-        assert "backward" not in str(func)
-        return 0
-
-    monkeypatch.setattr(cpucalls, "_measure", forward_only)
-    monkeypatch.setattr(cpucalls, "result_size", lambda *call: 0)  # as if forward kept none
+    monkeypatch.setattr(cpucalls, "_measure", _all_but("mkldnn_rnn_layer_backward"))
     opt = graphopt.optimize(Recurrent(), (torch.randn(20, 8, 12),))
     assert any("mkldnn_rnn_layer_backward" in n for n in predict(opt.body, loss_fn=_loss).notes)
 
@@ -186,37 +192,41 @@ def _call(batch=2):
 
 
 def test_a_call_runs_once_a_machine(own_cache, monkeypatch):
-    found = cpucalls.cpu_bytes(*_call())
+    found = cpucalls.cpu_call(*_call())
     assert found is not None
-    monkeypatch.setattr(cpucalls, "_known", {})
+    monkeypatch.setattr(cpucalls, "_book", trial.Book())
     monkeypatch.setattr(cpucalls, "_measure", None)  # not called: read from the file
-    assert cpucalls.cpu_bytes(*_call()) == found
+    assert cpucalls.cpu_call(*_call()) == found
 
 
 def test_another_number_of_threads_is_measured_anew(monkeypatch):
-    cpucalls.cpu_bytes(*_call())
+    cpucalls.cpu_call(*_call())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    monkeypatch.setattr(cpucalls, "_measure", lambda *call: 123)
-    assert cpucalls.cpu_bytes(*_call()) == 123
+    monkeypatch.setattr(cpucalls, "_measure", lambda *call: trial.Taken(123))
+    assert cpucalls.cpu_call(*_call()).inside == 123
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1, "devices": []}'])
 def test_a_damaged_file_counts_as_none(own_cache, text):
-    (own_cache / cpucalls.FILE).write_text(text)
-    assert cpucalls.cpu_bytes(*_call()) is not None
-    assert json.loads((own_cache / cpucalls.FILE).read_text())["devices"]  # and it is whole again
+    (own_cache / trial.FILE).write_text(text)
+    assert cpucalls.cpu_call(*_call()) is not None
+    assert json.loads((own_cache / trial.FILE).read_text())["devices"]  # and it is whole again
 
 
-@pytest.mark.parametrize("wrong", ["12", None, -1, 1.5, True])
+WRONG = ["12", None, -1, 1.5, True, [], [-1, []], [1.5, []], [0, [[0, "float32"]]]]
+WRONG += [[0, [[0, "relu", [1], 4]]], [0, [["0", "float32", [1], 4]]], [True, []]]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_an_entry_that_is_no_count_is_measured_anew(own_cache, monkeypatch, wrong):
-    found = cpucalls.cpu_bytes(*_call())
-    path = own_cache / cpucalls.FILE
+    found = cpucalls.cpu_call(*_call())
+    path = own_cache / trial.FILE
     data = json.loads(path.read_text())
     for entry in data["devices"].values():
         entry.update(dict.fromkeys(entry, wrong))
     path.write_text(json.dumps(data))
-    monkeypatch.setattr(cpucalls, "_known", {})
-    assert cpucalls.cpu_bytes(*_call()) == found
+    monkeypatch.setattr(cpucalls, "_book", trial.Book())
+    assert cpucalls.cpu_call(*_call()) == found
 
 
 def test_a_file_that_cannot_be_written_is_told_once(own_cache, monkeypatch):
@@ -224,37 +234,47 @@ def test_a_file_that_cannot_be_written_is_told_once(own_cache, monkeypatch):
     monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(own_cache / "file" / "below"))
     monkeypatch.setattr("graphopt.cost.kept._told", set())
     with pytest.warns(GraphoptWarning, match="could not be kept"):
-        found = cpucalls.cpu_bytes(*_call())
+        found = cpucalls.cpu_call(*_call())
     assert found is not None
     monkeypatch.setattr(cpucalls, "_measure", None)
-    assert cpucalls.cpu_bytes(*_call()) == found  # it holds for this process
+    assert cpucalls.cpu_call(*_call()) == found  # it holds for this process
 
 
 @pytest.mark.parametrize("limit", ["MOST_FLOPS", "MOST_BYTES"])
 def test_a_call_that_is_too_large_is_not_run_and_the_prediction_says_so(monkeypatch, limit):
     monkeypatch.setattr(cpucalls, limit, 1)
     opt = graphopt.optimize(_thin(), (torch.randn(2, 3, 8, 8),))
-    monkeypatch.setattr(cpucalls, "_measure", None)
+    monkeypatch.setattr(cpucalls, "_measure", _all_but("convolution"))
     notes = predict(opt.body, loss_fn=_loss).notes
     assert "what convolution takes inside is not known" in notes
 
 
 def test_a_profiler_of_the_user_s_is_left_alone(own_cache):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        assert cpucalls.cpu_bytes(*_call()) is None
+        assert cpucalls.cpu_call(*_call()) is None
         torch.ones(3).exp()
     assert any(e.name == "aten::exp" for e in seen.events())
-    assert cpucalls.cpu_bytes(*_call()) is not None  # and the next time it is measured
+    assert cpucalls.cpu_call(*_call()) is not None  # and the next time it is measured
 
 
-def test_products_in_float32_are_measured_only_where_less_is_allowed():
-    half, full = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2)
-    assert cpucalls.takes_inside("mm", half)
-    assert not cpucalls.takes_inside("mm", full)
+def test_products_are_called_only_where_the_blas_does_not_multiply_what_lies_there(monkeypatch):
+    called = []
+    monkeypatch.setattr(cpucalls, "_measure", lambda *call: called.append(call) or trial.Taken(0))
+
+    def calls(a, b):
+        called.clear()
+        cpucalls.cpu_call(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+        return bool(called)
+
+    full = torch.zeros(3, 3)
+    assert not calls(full, full.t())
+    assert not calls(full[:2, :2], full[1:, 1:])
+    assert calls(full.bfloat16(), full.bfloat16())
+    assert calls(full[0, 0].expand(5, 3), full)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert cpucalls.takes_inside("mm", full)
+        assert calls(full, full)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -264,16 +284,16 @@ def test_autocast_and_random_state_do_not_reach_a_measured_call():
     call = torch.ops.aten.mm.default, (a, a.t()), {}, torch.zeros(32, 32)
     state = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert cpucalls.cpu_bytes(*call) == 0
+        assert cpucalls.cpu_call(*call).inside == 0
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_counting_for_a_gpu_runs_nothing_here(monkeypatch):
     opt = graphopt.optimize(_thin(), (torch.randn(2, 3, 8, 8),))
-    monkeypatch.setattr(device, "cpu_bytes", None)
+    monkeypatch.setattr(device, "cpu_call", None)
     assert predict(opt.body, loss_fn=_loss, device="cuda").peak_bytes
 
 
 def test_a_model_on_meta_is_counted_without_a_call(own_cache):
     graphopt.profile_memory(_thin().to("meta"), torch.randn(2, 3, 8, 8, device="meta"))
-    assert not (own_cache / cpucalls.FILE).exists()
+    assert not (own_cache / trial.FILE).exists()

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_map
 
 import graphopt
 from graphopt.kernels import registry
-from graphopt.memory import device
-from graphopt.memory.cpucalls import FILE
+from graphopt.memory import cpucalls, device, gpucalls, trial
 from graphopt.memory.device import adds_bias, gemm_workspace, launching_nothing, lt_workspace
 from graphopt.memory.fakestep import fake_mode
 from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
 from graphopt.memory.tracker import StorageTracker, storages_of
+from graphopt.memory.trial import FILE
 
 CUDA = torch.device("cuda")
 
@@ -103,12 +103,15 @@ def test_a_cpu_build_makes_no_fake_cuda_tensors(tmp_path):
 
 
 def test_what_cannot_be_measured_is_known_by_name(monkeypatch):
-    monkeypatch.setattr(device, "measured_bytes", lambda *call: None)
+    monkeypatch.setattr(device, "gpu_call", lambda func, *call: known.get(func))
+    known = {torch.ops.aten.relu.default: trial.Taken(100)}
     seen, inside = StorageTracker(), device.Inside(CUDA, real=True)
     inside.begin(seen)
-    inside.add(seen, None, False, (torch.ops.aten.convolution.default, (), {}, None))
-    inside.add(seen, None, False, (torch.ops.aten.relu.default, (), {}, None))
+    for func in (torch.ops.aten.convolution.default, torch.ops.aten.relu.default):
+        assert inside.whole(func, (), {}, "out") == "out"
+        inside.add(seen, None, False, (func, (), {}, "out"))
     assert inside.unknown == {"convolution"}
+    assert [a.bytes for a in seen.allocations if a.op] == [512]
 
 
 def _needs(value):
@@ -158,16 +161,18 @@ def _curves(op, given, needs):
 @pytest.mark.gpu
 def test_workspaces_are_measured_once(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(gpucalls, "_book", trial.Book())
+    monkeypatch.setattr(trial, "SLOW_MS", 0)
     x = torch.randn(8, 16, 64, 64, device="cuda", requires_grad=True)
     w = torch.randn(32, 16, 3, 3, device="cuda", requires_grad=True)
     mode = fake_mode()
     a, b = (mode.from_tensor(t, static_shapes=True) for t in (x, w))
     args = (a, b, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    first = device.measured_bytes(torch.ops.aten.convolution.default, args, {})
+    call = torch.ops.aten.convolution.default, args, {}, x.new_empty(8, 32, 64, 64)
+    first = gpucalls.gpu_call(*call)
     assert first is not None
-    monkeypatch.setattr(device, "_measure", None)  # not called again
-    assert device.measured_bytes(torch.ops.aten.convolution.default, args, {}) == first
+    monkeypatch.setattr(gpucalls, "_measure", None)  # not called again
+    assert gpucalls.gpu_call(*call) == first
     assert (tmp_path / FILE).exists()
 
 
@@ -211,7 +216,7 @@ def test_prediction_is_the_allocators_peak_within_3_percent(precision):
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
 def test_what_cudnn_s_layers_keep_for_backward_is_counted(make, precision, monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(gpucalls, "_book", trial.Book())
     layer = make(256, 512, 2, batch_first=True, bidirectional=True).cuda()
 
     class First(nn.Module):
@@ -246,7 +251,7 @@ def test_attention_on_the_cpu_takes_what_its_source_says(length):
     found = []
     peak = peak_allocated(record(lambda: found.append(forward(q, k, v)), cuda=False, memory=True))
     results = sum(t.untyped_storage().nbytes() for t in found[0])
-    assert peak - results == device._attention((q, k, v), found[0])
+    assert peak - results == cpucalls._attention((q, k, v), found[0])
 
 
 @pytest.mark.parametrize("dim", [1, 2])
@@ -262,7 +267,7 @@ def test_attention_s_backward_on_the_cpu_lays_its_gradient_out(dim):
     found = []
     peak = peak_allocated(record(lambda: found.append(run(*args)), cuda=False, memory=True))
     results = sum(t.nbytes for t in found[0])
-    assert peak - results == device._attention_backward(args, found[0])
+    assert peak - results == cpucalls._attention_backward(args, found[0])
 
 
 def test_batch_norm_s_backward_on_the_cpu_takes_one_more_gradient():
@@ -273,7 +278,7 @@ def test_batch_norm_s_backward_on_the_cpu_takes_one_more_gradient():
     run = torch.ops.aten.native_batch_norm_backward
     found = []
     peak = peak_allocated(record(lambda: found.append(run(*args)), cuda=False, memory=True))
-    assert peak - sum(t.nbytes for t in found[0]) == device._batch_norm_backward(args, found[0])
+    assert peak - sum(t.nbytes for t in found[0]) == cpucalls._batch_norm_backward(args, found[0])
 
 
 @pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss"])
@@ -287,44 +292,45 @@ def test_a_loss_lies_in_the_storage_of_all_losses(loss):
         result = run(mode.from_tensor(x), mode.from_tensor(y))
     assert seen.allocations[-1].bytes == x.nbytes
     assert real - 2 * x.nbytes < 64  # the result and all losses, and numbers on the way
-    assert device._mse_loss((x, y), result) == x.nbytes
+    assert cpucalls._mse_loss((x, y), result) == x.nbytes
 
 
 class OnGpu(torch.Tensor):
     """A tensor that says it lies on a GPU."""
 
     index = 0
-    is_cuda = True
 
     @property
     def device(self):
         return torch.device("cuda", self.index)
 
 
-def test_what_one_model_of_gpu_takes_says_nothing_of_another(monkeypatch, tmp_path):
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Two kinds of GPU of which nothing is known, and all is kept."""
     monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(device, "_known", {})
+    monkeypatch.setattr(gpucalls, "_book", trial.Book())
+    monkeypatch.setattr(trial, "SLOW_MS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: f"GPU of kind {d.index}")
-    monkeypatch.setattr(device, "_measure", lambda func, args, kwargs, d: 1000 * (1 + d.index))
-
-    def measured(index):
-        x = torch.zeros(4).as_subclass(OnGpu)
-        x.index = index
-        return device.measured_bytes(torch.ops.aten.cumsum.default, (x, 0), {})
-
-    assert [measured(i) for i in (0, 1, 0, 1)] == [1000, 2000, 1000, 2000]
-    monkeypatch.setattr(device, "_known", {})
-    monkeypatch.setattr(device, "_measure", None)  # from the file, for each kind its own
-    assert [measured(i) for i in (1, 0)] == [2000, 1000]
 
 
-def test_another_setting_is_measured_anew(monkeypatch, tmp_path):
-    monkeypatch.setenv("GRAPHOPT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(device, "_known", {})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "GPU")
+def _taken_of_cumsum(index):
+    x = torch.zeros(4).as_subclass(OnGpu)
+    x.index = index
+    return gpucalls.gpu_call(torch.ops.aten.cumsum.default, (x, 0), {}, x).inside
+
+
+def test_what_one_model_of_gpu_takes_says_nothing_of_another(monkeypatch, gpus):
+    monkeypatch.setattr(gpucalls, "_measure", lambda *call: trial.Taken(1000 * (1 + call[4].index)))
+    assert [_taken_of_cumsum(i) for i in (0, 1, 0, 1)] == [1000, 2000, 1000, 2000]
+    monkeypatch.setattr(gpucalls, "_book", trial.Book())
+    monkeypatch.setattr(gpucalls, "_measure", None)  # from the file, for each kind its own
+    assert [_taken_of_cumsum(i) for i in (1, 0)] == [2000, 1000]
+
+
+def test_another_setting_is_measured_anew(monkeypatch, gpus):
     sizes = iter([10, 20])
-    monkeypatch.setattr(device, "_measure", lambda *call: next(sizes))
-    args = (torch.zeros(4).as_subclass(OnGpu), 0)
-    assert device.measured_bytes(torch.ops.aten.cumsum.default, args, {}) == 10
+    monkeypatch.setattr(gpucalls, "_measure", lambda *call: trial.Taken(next(sizes)))
+    assert _taken_of_cumsum(0) == 10
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-    assert device.measured_bytes(torch.ops.aten.cumsum.default, args, {}) == 20
+    assert _taken_of_cumsum(0) == 20

@@ -10,7 +10,7 @@ from graphopt.bench.trace import peak_allocated, record
 from graphopt.capture.export import capture
 from graphopt.emit import Program
 from graphopt.errors import OptionError
-from graphopt.memory import device, inner
+from graphopt.memory import device, inner, trial
 from graphopt.memory.inner import expanded
 from graphopt.memory.oracle import predict
 from graphopt.memory.tracker import StorageTracker
@@ -129,8 +129,7 @@ def test_recomputed_values_are_exact(p):
 
 def test_conv_and_batch_norm_hold_the_storages_of_a_real_step(monkeypatch):
     # What oneDNN takes inside a convolution depends on the CPU: storages are compared, without it.
-    monkeypatch.setattr(device, "_ON_CPU", {})
-    monkeypatch.setattr(device, "takes_inside", lambda name, out: False)
+    monkeypatch.setattr(device, "cpu_call", lambda *call: trial.Taken(0))
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
