@@ -28,7 +28,7 @@ from graphopt.memory.forms import APART, apart
 from graphopt.memory.gpucalls import gpu_call
 from graphopt.memory.inplace import beside
 from graphopt.memory.labels import Label
-from graphopt.memory.tracker import Allocation, StorageTracker
+from graphopt.memory.tracker import Allocation, StorageTracker, storages_of
 
 GEMMS = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "dot"})
 """ATen operations that run on cuBLAS."""
@@ -146,6 +146,8 @@ class Inside:
             out = tuple(apart(name, out))
         if not self._real:
             return out
+        if func.namespace not in trial.NAMESPACES and _is_a_user_s(func, out):
+            self.unknown.add(f"{func.namespace}.{name}")
         call = gpu_call if self.device.type == "cuda" else cpu_call
         taken = call(func, args, kwargs, out)
         if taken is None:
@@ -154,6 +156,15 @@ class Inside:
             return out
         self._inside = taken.inside + beside(func, args)
         return trial.refitted(out, taken.results) if taken.results else out
+
+
+def _is_a_user_s(func: Any, out: Any) -> bool:
+    """Whether an operation computes something that nobody here knows."""
+    own = func.namespace.startswith("graphopt") or func.namespace in _TORCHS
+    return not own and next(storages_of(out), None) is not None
+
+
+_TORCHS = frozenset({"prim", "profiler", "c10d", "_c10d_functional", "inductor_prims", "rngprims"})
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import graphopt
 from graphopt.errors import GraphOptError
 from graphopt.graph.record import Site
 from graphopt.memory.fakestep import BENCH, FakeStep, LossFn, Recorder, told
+from graphopt.memory.held import held_tensors
 from graphopt.memory.labels import Label, Labels
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -70,9 +71,10 @@ def run_model(
         only=here.type,
         inside=wanted.type == here.type,
     )
+    twins: dict[int, Any] = {}  # id of an object -> its copy
     try:
         with FakeCopyMode(recorder.fakes.mode):
-            twin = copy.deepcopy(model)
+            twin = copy.deepcopy(model, twins)
     except Exception as error:
         raise GraphOptError(
             f"the memory of {type(model).__name__} cannot be predicted",
@@ -81,6 +83,8 @@ def run_model(
         ) from error
     modules.update((id(m), path) for path, m in twin.named_modules())
     _hold(recorder, model, twin)
+    for path, tensor in held_tensors(model).items():
+        recorder.hold(path, "buffers", twins.get(id(tensor)), tensor)
     fakes = tree_map(lambda v: _fake(recorder, v), (tuple(args), dict(kwargs)))
     for i, value in enumerate(tree_leaves(fakes)):
         recorder.hold(f"input {i}", "inputs", value)

@@ -397,6 +397,7 @@ class _Asked:
             chunked_loss=bool(choice is not None and choice.route.rewrites),
             loss=plain.loss,
             device=found.device,
+            notes=found.notes,
         )
 
 

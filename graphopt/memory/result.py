@@ -30,6 +30,7 @@ class MemoryPlan:
         chunked_loss: whether the last linear layer and its loss run in chunks of rows.
         loss: what the predicted backward began from, in words.
         device: whose allocator and speed were reckoned with.
+        notes: what the prediction could not see, such as an operator's memory inside.
     """
 
     budget: str
@@ -45,6 +46,7 @@ class MemoryPlan:
     chunked_loss: bool
     loss: str
     device: str
+    notes: tuple[str, ...] = ()
 
     @property
     def asked(self) -> str:
@@ -53,7 +55,8 @@ class MemoryPlan:
 
     def __repr__(self) -> str:
         """A table: the peaks, what is recomputed by module, the curve."""
-        rows = [*self._rows(), *self._offload_rows(), *self._curve_rows()]
+        notes = [f"  note: {note}" for note in self.notes]
+        rows = [*self._rows(), *self._offload_rows(), *self._curve_rows(), *notes]
         return "\n".join([self.headline, *rows])
 
     @property
@@ -97,10 +100,11 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
+            "notes": list(self.notes),
             **{
                 f.name: getattr(self, f.name)
                 for f in dataclasses.fields(self)
-                if f.name not in ("recompute", "offload", "curve")
+                if f.name not in ("recompute", "offload", "curve", "notes")
             },
             "recompute": [r.to_dict() for r in self.recompute],
             "offload": [o.to_dict() for o in self.offload],

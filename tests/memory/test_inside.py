@@ -149,21 +149,23 @@ class Given(nn.Module):
     """Calls an operator of a user's."""
 
     def forward(self, x):
-        return torch.ops.graphopt_test_inside.shout(x).sum()
+        return torch.ops.memory_test_inside.shout(x).sum()
 
 
 def test_a_user_s_own_operator_is_not_called_to_be_measured():
     calls = []
 
-    @torch.library.custom_op("graphopt_test_inside::shout", mutates_args=())
+    @torch.library.custom_op("memory_test_inside::shout", mutates_args=())
     def shout(x: torch.Tensor) -> torch.Tensor:
         calls.append(x)
         return x.clone()
 
     shout.register_fake(torch.empty_like)
     shout.register_autograd(lambda ctx, grad: grad)
-    graphopt.profile_memory(Given(), torch.randn(4, requires_grad=True))
+    x = torch.randn(4, requires_grad=True)
+    found = graphopt.profile_memory(Given(), x).prediction.notes
     assert calls == []
+    assert found == ("what memory_test_inside.shout takes inside is not known",)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +177,13 @@ def test_made_up_operands_lie_as_the_given_ones(lies, dtype, fill):
     given = torch.empty_strided(*lies, dtype=dtype)
     made = fill(given)
     assert (made.shape, made.stride(), made.dtype) == (given.shape, given.stride(), dtype)
+
+
+def test_a_plan_says_what_its_prediction_could_not_see(monkeypatch):
+    monkeypatch.setattr(trial, "BY_VALUE", frozenset({"erf"}))
+    monkeypatch.setattr(cpucalls, "_book", trial.Book())
+    model = Headed(lambda y, _: y.erf().sum())
+    plan = graphopt.optimize(model, torch.randn(64, 32), memory_budget=1.0).memory_plan
+    assert plan.notes == ("what erf takes inside is not known",)
+    assert "  note: what erf takes inside is not known" in str(plan).splitlines()
+    assert plan.to_dict()["notes"] == list(plan.notes)
