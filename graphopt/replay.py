@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from graphopt.graph.body import CONSTANTS, Body, copy_graph
+from graphopt.graph.body import Body, copy_graph, is_fixed
 from graphopt.graph.float64 import DOUBLE
 from graphopt.graph.ops import is_view
 from graphopt.graph.recipes import recipes
@@ -349,11 +349,11 @@ def constant_values(graph: fx.Graph, attribute: Callable[[str], Any]) -> dict[st
 
     Args:
         graph: the graph.
-        attribute: gives the tensor of a `get_attr` target; only lifted constants are read.
+        attribute: gives the tensor of a `get_attr` target; only constants that are fixed are read.
     """
     env: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        if node.op == "get_attr" and str(node.target).startswith(CONSTANTS + "."):
+        if is_fixed(node):
             env[node] = attribute(str(node.target)).detach()
         elif node.op != "call_function" or is_draw_seed(node) or is_random(node):
             continue

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.graph import ops
-from graphopt.graph.body import CONSTANTS, Body, copy_graph
+from graphopt.graph.body import CONSTANTS, Body, copy_graph, is_fixed
 from graphopt.graph.edit import MARKS, REGION, Editor
 from graphopt.graph.facts import Facts, nbytes
 from graphopt.passes.base import Log, same_shape, surely
@@ -150,9 +150,7 @@ def _is_given(node: fx.Node) -> bool:
     """Whether a value is, or is a view of, an input or state."""
     while node.op == "call_function" and ops.is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return node.op == "placeholder" or (
-        node.op == "get_attr" and not str(node.target).startswith(CONSTANTS + ".")
-    )
+    return node.op == "placeholder" or (node.op == "get_attr" and not is_fixed(node))
 
 
 def drop_no_ops(body: Body, editor: Editor) -> int:
@@ -191,13 +189,14 @@ def drop_no_ops(body: Body, editor: Editor) -> int:
 def fold_constants(body: Body, editor: Editor) -> int:
     """Compute subgraphs that depend on nothing but constants; returns how many nodes went.
 
-    State (parameters, buffers) is not constant, symbolic sizes are not, and a constant that
-    leaves the graph stays computed, since the caller may write into what he gets.
+    State (parameters, buffers) is not constant, nor is a tensor of the user's own, wherever he
+    keeps it; symbolic sizes are not, and a constant that leaves the graph stays computed, since the
+    caller may write into what he gets.
     """
     facts = Facts.of(body.graph)
     depth: dict[fx.Node, int] = {}
     for node in body.graph.nodes:
-        if node.op == "get_attr" and str(node.target).startswith(CONSTANTS + "."):
+        if is_fixed(node):
             depth[node] = 0
         elif _foldable(node) and all(n in depth for n in node.all_input_nodes):
             depth[node] = 1 + sum(depth[n] for n in node.all_input_nodes)

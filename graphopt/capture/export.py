@@ -120,7 +120,7 @@ def capture(
         exported = _export(module, inputs, leaves, dynamic or {})
         grad = torch.is_grad_enabled()
         tracked = [leaf.requires_grad for leaf in leaves]
-        flat = normalize(exported.program, module, names, tracked, grad, exported.tensors.keys())
+        flat = normalize(exported.program, module, names, tracked, grad, exported.tensors)
         exported.refuse_recorded(flat)
         pure = functionalize(flat)
     _drop_dead(pure.graph)

@@ -7,14 +7,15 @@ import gc
 import operator
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from graphopt.errors import CaptureError
-from graphopt.graph.body import CONSTANTS
+from graphopt.graph.body import CONSTANTS, HELD
 from graphopt.graph.edit import REGION
 
 _DROPPED = re.compile(
@@ -64,7 +65,7 @@ def normalize(
     names: list[str],
     tracked: list[bool],
     grad: bool,
-    outside: Collection[int] = (),
+    outside: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> Flat:
     """Flatten an exported program.
 
@@ -74,7 +75,7 @@ def normalize(
         names: one name per input leaf.
         tracked: whether each input leaf requires grad.
         grad: whether autograd records at the top level.
-        outside: ids of the user's own tensors outside the source's modules.
+        outside: id -> tensor of the user's own, outside the source's modules.
 
     Returns:
         The flat graph.
@@ -101,7 +102,7 @@ def normalize(
 
 class _Inliner:
     def __init__(
-        self, program: Any, source: nn.Module, grad: bool, outside: Collection[int]
+        self, program: Any, source: nn.Module, grad: bool, outside: Mapping[int, torch.Tensor]
     ) -> None:
         self.program = program
         self.source = source
@@ -114,6 +115,7 @@ class _Inliner:
         self.grad_storages: set[int] = set()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.originals = _originals(program.constants, outside)
+        self.theirs = {_storage(t) for t in outside.values()}
 
     # ---- inputs and state
 
@@ -170,7 +172,8 @@ class _Inliner:
     def _constant(self, target: str, tensor: torch.Tensor) -> str:
         if _resolve(self.source, target) is tensor:
             return target  # a plain tensor attribute: read live, by its path
-        name = _identifier(target)
+        own = isinstance(tensor, nn.Parameter) or _storage(tensor) in self.theirs
+        name = HELD * own + _identifier(target)
         while name in self.constants:
             name += "_"
         self.constants[name] = tensor
@@ -306,11 +309,18 @@ def _originals(constants: dict[str, Any], outside: Collection[int]) -> dict[str,
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    try:
-        storage = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
-        return (id(tensor),)
+    storage = _storage(tensor)
+    if storage == id(tensor):
+        return (storage,)
     return (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from others."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
+        return id(tensor)
 
 
 def _kept(node: fx.Node) -> dict[str, Any]:

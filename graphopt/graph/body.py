@@ -12,6 +12,10 @@ from torch import fx, nn
 CONSTANTS = "_graphopt_constants"
 """Prefix of the `get_attr` targets of lifted constants, which never stand in a `state_dict`."""
 
+HELD = "held_"
+"""How the names of constants begin that are tensors of the user's own, in a list or a global: they
+are read at each call, for he may write into them, and may require a gradient."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
@@ -38,7 +42,8 @@ class Body:
         root: the module against which `get_attr` targets resolve; it shares the source's state.
         user_outputs: the first so many outputs are the user's; the rest are mutated values.
         mutations: what the epilogue writes back.
-        constants: lifted constant tensors by the last part of their `get_attr` target.
+        constants: lifted constant tensors by the last part of their `get_attr` target; those whose
+            names begin with `HELD` are the user's own.
         training: the training flag of the root at capture.
         grad: whether autograd was recording at capture.
         device: where the body computes; seeds are drawn from that device's generator.
@@ -93,6 +98,18 @@ class Body:
         """
         constants = dict(self.constants)  # passes add to it
         return dataclasses.replace(self, graph=copy_graph(self.graph), constants=constants)
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """Whether a node reads a constant that nobody can write into.
+
+    Example:
+        >>> g = fx.Graph()
+        >>> [is_fixed(g.get_attr(f"{CONSTANTS}.{name}")) for name in ("c0", "held_table")]
+        [True, False]
+    """
+    path, _, name = str(node.target).rpartition(".")
+    return node.op == "get_attr" and path == CONSTANTS and not name.startswith(HELD)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

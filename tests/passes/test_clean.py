@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt import optimize, verify
 from graphopt.graph.text import ir_text
 from graphopt.passes import PassOptions, run_pipeline
 from tests.passes.bodies import body_of, run
@@ -135,6 +136,39 @@ def test_constants_are_folded_but_state_is_not():
     assert "_graphopt_constants.c0" in text
     assert "aten.add.Tensor(steps, 1)" in text
     assert torch.equal(body.constants["c0"], torch.arange(4).add(1).mul(2))
+
+
+TABLE = torch.arange(4.0)
+
+
+class Holding(torch.nn.Module):
+    """Tensors that no module registers: in a list, in a global."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [torch.nn.Parameter(torch.arange(8.0)), torch.arange(4.0)]
+
+    def forward(self, x):
+        y = x * self.kept[0].view(2, 4).sum(0)
+        return y + self.kept[1].add(1).mul(2) + TABLE.add(1).mul(3)
+
+
+def test_tensors_that_the_user_keeps_are_read_at_each_call():
+    model, x = Holding(), torch.ones(4)
+    opt = optimize(model, x)
+    assert torch.equal(opt(x), model(x))
+    for kept in (*model.kept, TABLE):
+        kept.data.add_(1)
+        assert torch.equal(opt(x), model(x))
+    assert not opt.recaptures
+
+
+def test_a_parameter_that_the_user_keeps_gets_its_gradient():
+    model, x = Holding(), torch.ones(4)
+    opt = optimize(model, x)
+    opt(x).sum().backward()
+    assert torch.equal(model.kept[0].grad, torch.ones(8))
+    assert verify(opt, x).passed
 
 
 def test_a_returned_constant_is_computed_at_each_call():
