@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphopt.api import PassCompiler
 from graphopt.capture.signature import flatten_arguments
-from graphopt.errors import BudgetError, OptionError
+from graphopt.errors import BudgetError, CaptureError, GraphOptError, OptionError
 from graphopt.memory.asked import check_memory
 from graphopt.memory.budget import Budget, check_budget, shown, unreachable
 from graphopt.memory.plan import MemoryPlan
@@ -138,7 +140,7 @@ def fit(
     Raises:
         OptionError: for wrong arguments.
         BudgetError: when not even the smallest batch fits.
-        CaptureError: when the model cannot be captured.
+        CaptureError: when the model cannot be captured with some batch.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -154,7 +156,8 @@ def fit(
             f"make_inputs is of type {type(make_inputs).__name__}",
             try_="a function of the batch: lambda batch: torch.randn(batch, 512)",
         )
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+    whole = isinstance(multiple_of, numbers.Integral) and not isinstance(multiple_of, bool)
+    if not whole or multiple_of < 1:
         raise OptionError(f"multiple_of is {multiple_of!r}", try_="a whole number from 1")
     check_choice("recompute", recompute, (True, False))
     check_choice("precision", precision, PRECISION)
@@ -170,11 +173,11 @@ def fit(
     search = _Search(
         lambda: GraphoptModule(model, settings, compiler),
         make_inputs,
-        multiple_of,
+        operator.index(multiple_of),
         limit,
         recompute,
     )
-    with progress("fit"), torch.enable_grad():
+    with progress("fit"), torch.inference_mode(False), torch.enable_grad():
         return search.found()
 
 
@@ -219,8 +222,9 @@ class _Search:
 
     def found(self) -> Fit:
         """The largest batch that fits."""
-        if not self.fits(1):
-            error, batch = self.refused[1], self.step
+        low, high = self._first(), None  # fits, does not fit
+        if low in self.refused:
+            error, batch = self.refused[low], low * self.step
             found = BudgetError(
                 f"no batch fits: of batch {batch}, {error.what}",
                 at=error.at,
@@ -230,7 +234,6 @@ class _Search:
             )
             found.lowest_bytes = error.lowest_bytes
             raise found
-        low, high = 1, None  # fits, does not fit
         turn = 0
         while high is None or high - low > 1:
             turn += 1
@@ -252,6 +255,22 @@ class _Search:
         )
         peak, batch = plan.predicted_peak_bytes, low * self.step
         return Fit(batch, self.limit, peak, plan, tried, batch if high is None else None)
+
+    def _first(self) -> int:
+        """The smallest count that is tried: 1, or 2 where the model refuses 1 (batch norm)."""
+        try:
+            self.fits(1)
+        except OptionError:
+            raise
+        except GraphOptError:
+            try:
+                self.fits(2)
+            except GraphOptError:
+                pass
+            else:
+                return 2
+            raise
+        return 1
 
     def _check_new(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
         """Refuse inputs that are of the sizes of another batch's: they would fit for ever."""
@@ -276,7 +295,14 @@ class _Search:
                     return _arguments(self.make_inputs(batch), batch)
             except Exception:  # a real call tells what is wrong, if anything is
                 self.unreal = False
-        return _arguments(self.make_inputs(batch), batch)
+        try:
+            given = self.make_inputs(batch)
+        except Exception as error:
+            raise OptionError(
+                f"make_inputs({batch}) raised {type(error).__name__}: {error}"[:500],
+                try_="a function of the batch: lambda batch: torch.randn(batch, 512)",
+            ) from error
+        return _arguments(given, batch)
 
     def _guess(self, low: int, high: int | None, turn: int) -> int:
         """Where the peak would reach the limit if it grew evenly; now and then the middle."""
@@ -312,6 +338,10 @@ class _Search:
             self.refused[count] = error
             self.peaks[count] = error.lowest_bytes or 2 * self.limit
             return False
+        except OptionError:
+            raise
+        except Exception as error:
+            raise _of_batch(batch, error) from error
         plan: MemoryPlan = opt.memory_plan
         lowest = min([plan.predicted_peak_bytes, *(p.peak_bytes for p in plan.curve)])
         self.peaks[count] = lowest
@@ -324,6 +354,16 @@ class _Search:
             plan = dataclasses.replace(plan, budget="without recomputing", budget_bytes=self.limit)
         self.plans[count] = plan
         return True
+
+
+def _of_batch(batch: int, error: Exception) -> GraphOptError:
+    """The error of a batch that the model does not take, or whose step cannot be predicted."""
+    if not isinstance(error, GraphOptError):
+        error = CaptureError(f"forward raised {type(error).__name__}: {error}"[:500])
+    cure = "multiple_of=, where the model takes some batches alone"
+    if error.try_ and "on_error" not in error.try_:  # which is no option here
+        cure = f"{error.try_}; {cure}"
+    return type(error)(f"of batch {batch}: {error.what}", at=error.at, why=error.why, try_=cure)
 
 
 def _arguments(given: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

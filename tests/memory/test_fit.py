@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphopt import optimize
-from graphopt.errors import BudgetError, OptionError
+from graphopt.errors import BudgetError, CaptureError, OptionError
 from graphopt.fit import fit
 
 
@@ -77,6 +77,9 @@ def test_nothing_fits():
         ((lambda n: None, BUDGET), {}, r"make_inputs\(1\) is None"),
         ((lambda n: (1, 2, 3), BUDGET), {}, "do not fit the forward"),
         ((batch_of, BUDGET), {"batchsize": 2}, "no option 'batchsize'"),
+        ((batch_of, BUDGET), {"multiple_of": True}, "multiple_of is True"),
+        ((lambda n: 1 / 0, BUDGET), {}, r"make_inputs\(1\) raised ZeroDivisionError"),
+        ((lambda: batch_of(1), BUDGET), {}, r"make_inputs\(1\) raised TypeError"),
     ],
 )
 def test_wrong_arguments(arguments, options, what):
@@ -142,3 +145,29 @@ def test_make_inputs_draws_nothing():
     before = torch.get_rng_state()
     fit(net(), lambda count: torch.randn(count, 32), BUDGET)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_that_refuses_a_batch_of_one():
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+    found = fit(model, batch_of, BUDGET)
+    assert min(batch for batch, _, _ in found.tried) == 2
+    with pytest.raises(BudgetError, match="no batch fits: of batch 2"):
+        fit(model, batch_of, "2KiB")
+
+
+class Fours(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(4, -1, 32).mean()
+
+
+def test_the_batch_that_a_model_does_not_take_is_told():
+    with pytest.raises(CaptureError, match="of batch 1: Fours cannot be captured") as caught:
+        fit(Fours(32, 32), batch_of, BUDGET)
+    assert caught.value.try_ == "multiple_of=, where the model takes some batches alone"
+    assert fit(Fours(32, 32), batch_of, BUDGET, multiple_of=4).batch % 4 == 0
+
+
+def test_a_caller_s_inference_mode_does_not_matter(found):
+    model = net()
+    with torch.inference_mode():
+        assert fit(model, batch_of, BUDGET).batch == found.batch
