@@ -22,7 +22,7 @@ from graphopt.memory.facts import Facts, measure
 from graphopt.memory.oracle import predict
 from graphopt.memory.plan import plan
 from graphopt.memory.problem import CurvePoint
-from graphopt.options import check_call, check_choice, check_model, names_checked
+from graphopt.options import check_call, check_choice, check_model, has_backward, names_checked
 from graphopt.passes import PassOptions, run_pipeline
 from graphopt.passes.autocast import MaterializeAutocast
 from graphopt.precision import has_bf16, lowered, own_low
@@ -67,8 +67,8 @@ def advise(
         resident_bytes: what else lies on the device (optimizer state: 8 bytes a parameter for
             AdamW in float32); "4GiB" is understood, too.
         memory: bytes of device memory that there are, or "40GiB"; by default those of the GPU.
-        train: whether a step has a backward; by default where the model is in training mode and
-            gradients are on.
+        train: whether a step has a backward; by default where the model is in training mode,
+            gradients are on, and a parameter or an input requires one.
         measured: whether every setting is run, too; by default on a GPU.
 
     Returns:
@@ -91,7 +91,7 @@ def advise(
     check_choice("train", train, (None, True, False))
     resident = check_resident(resident_bytes)
     room = _room(memory)
-    backward = model.training and torch.is_grad_enabled() if train is None else train
+    backward = has_backward(model, args, kwargs) if train is None else train
     with progress(f"advise {type(model).__name__}"):
         adviser = _Adviser(model, args, kwargs, loss_fn, resident, room, backward)
         advice = adviser.advice()

@@ -156,8 +156,9 @@ def fit(
             f"make_inputs is of type {type(make_inputs).__name__}",
             try_="a function of the batch: lambda batch: torch.randn(batch, 512)",
         )
-    whole = isinstance(multiple_of, numbers.Integral) and not isinstance(multiple_of, bool)
-    if not whole or multiple_of < 1:
+    step: Any = multiple_of  # a whole number of numpy's, too
+    whole = isinstance(step, numbers.Integral) and not isinstance(step, bool)
+    if not whole or operator.index(step) < 1:
         raise OptionError(f"multiple_of is {multiple_of!r}", try_="a whole number from 1")
     check_choice("recompute", recompute, (True, False))
     check_choice("precision", precision, PRECISION)
@@ -173,7 +174,7 @@ def fit(
     search = _Search(
         lambda: GraphoptModule(model, settings, compiler),
         make_inputs,
-        operator.index(multiple_of),
+        operator.index(step),
         limit,
         recompute,
     )

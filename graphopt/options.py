@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from graphopt.capture.shadow import ATTACHED
 from graphopt.capture.signature import signature_of
@@ -272,6 +273,26 @@ def check_call(
     args, named = check_inputs(inputs, kwargs, names)
     check_fit(model, args or (), named)
     return args or (), named
+
+
+def has_backward(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a step of a model has a backward, where the user does not say.
+
+    Args:
+        model: the model.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments.
+
+    Returns:
+        Whether it is in training mode, gradients are on, and a parameter or an input requires one.
+
+    Example:
+        >>> has_backward(nn.Linear(2, 2), (), {}), has_backward(nn.Softmax(-1), (), {})
+        (True, False)
+    """
+    tensors = (*model.parameters(), *tree_leaves((args, kwargs)))
+    wanted = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    return model.training and torch.is_grad_enabled() and wanted
 
 
 def check_passes(

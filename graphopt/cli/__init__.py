@@ -66,6 +66,13 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(error, USAGE, arguments)
     except GraphOptError as error:
         return _fail(error, BAD, arguments)
+    except OutputError:
+        raise
+    except Exception as error:  # the model's own, which calling it raises, too
+        code = _fail(error, BAD, arguments)
+        if not arguments.traceback:
+            complain("  try  --traceback, which shows where it was raised")
+        return code
     except KeyboardInterrupt:
         complain("graphopt: interrupted")
         return INTERRUPTED

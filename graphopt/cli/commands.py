@@ -152,6 +152,7 @@ def profile(arguments: argparse.Namespace) -> bool:
     """`graphopt profile TARGET`."""
     import graphopt
     from graphopt.memory.draw import SUFFIXES
+    from graphopt.options import has_backward
     from graphopt.report.save import check_path
 
     path = check_path(arguments.output, SUFFIXES) if arguments.output else None
@@ -160,7 +161,7 @@ def profile(arguments: argparse.Namespace) -> bool:
         subject, args, kwargs = load_target(arguments.target, arguments.mode)
     else:
         subject, args, kwargs = _optimized(arguments)
-    train = subject.training if arguments.train is None else arguments.train
+    train = has_backward(subject, args, kwargs) if arguments.train is None else arguments.train
     with autocast(subject, arguments.autocast):
         found = graphopt.profile_memory(
             subject, args, kwargs, train=train, resident_bytes=arguments.resident_bytes

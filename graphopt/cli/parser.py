@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--train",
         action=argparse.BooleanOptionalAction,
-        help="forward and backward, or the forward alone; by default as the model's mode is",
+        help="forward and backward, or the forward alone; by default as the model is",
     )
     _add_resident(profile)
 

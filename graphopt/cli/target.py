@@ -122,7 +122,7 @@ def load_object(text: str, what: str) -> Any:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"no module named {error.name!r} here or installed") from None
         raise UsageError(f"importing {module_name} raised {_told(error)}") from error
-    except Exception as error:  # the user's own code; `--traceback` shows all of it
+    except (Exception, SystemExit) as error:  # the user's code; `--traceback` shows all of it
         raise UsageError(f"importing {module_name} raised {_told(error)}") from error
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]

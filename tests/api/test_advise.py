@@ -143,3 +143,12 @@ def test_ops_that_are_not_named_are_counted():
     ops = tuple((f"op{i}", 10.0 - i) for i in range(8))
     text = repr(dataclasses.replace(found, time_by_op=ops))
     assert "op5 10%, 2 others 13%" in text
+
+
+def test_a_step_without_gradients_is_the_forward_alone():
+    found = graphopt.advise(nn.Sequential(nn.GELU()), torch.ones(4, 8))
+    assert ("memory", "nothing waits for a backward in this graph") in found.left_out
+    with pytest.raises(OptionError, match="requires a gradient"):
+        graphopt.advise(nn.GELU(), torch.ones(4, 8), train=True)
+    leaf = torch.ones(4, 8, requires_grad=True)
+    assert dict(graphopt.advise(nn.GELU(), leaf).memory_by_kind)["gradients"] > 0

@@ -318,3 +318,40 @@ def test_installed_script_stops_quietly_when_its_reader_does():
     )
     os.close(write)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def target_file(folder, code):
+    path = folder / "odd_target.py"
+    path.write_text(f"import sys\nimport torch\nfrom torch import nn\n{code}\n")
+    return f"{path}:made"
+
+
+BATCH_NORM = "def made(): return nn.Sequential(nn.BatchNorm1d(4)), torch.ones(1, 4)"
+
+
+def test_what_the_model_raises_is_told_without_a_traceback(tmp_path, capsys):
+    target = target_file(tmp_path, BATCH_NORM)
+    assert cli.main(["explain", target, "--json"]) == 1
+    printed, told = capsys.readouterr()
+    assert told.startswith("ValueError: Expected more than 1 value per channel")
+    assert "--traceback" in told
+    assert "Traceback" not in told
+    assert json.loads(printed)["error"]["kind"] == "ValueError"
+    assert cli.main(["explain", target, "--traceback"]) == 1
+    assert "_verify_batch_size" in capsys.readouterr().err
+
+
+def test_a_script_that_exits_as_it_is_imported_is_wrong_usage(tmp_path, capsys):
+    assert cli.main(["explain", target_file(tmp_path, "sys.exit(0)")]) == 2
+    assert "raised SystemExit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["advise", "profile"])
+def test_a_model_without_gradients_has_no_backward(command, tmp_path, capsys):
+    frozen = "def made(): return nn.Linear(4, 4).requires_grad_(False), torch.ones(1, 4)"
+    assert cli.main([command, target_file(tmp_path, frozen), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    if command == "profile":
+        assert found["step"] == "forward"
+    else:
+        assert dict(found["memory_by_kind"])["gradients"] == 0
