@@ -171,14 +171,24 @@ _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
-def _check_tensors(model: nn.Module) -> None:
+def check_shapes(model: nn.Module) -> None:
+    """Check that every parameter and buffer has its shape.
+
+    Raises:
+        OptionError: for one of a lazy module that was not called yet.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise OptionError(
                 f"{name} has no shape yet",
                 why="it is that of a lazy module, which takes it from its first input",
-                try_="call the model once, then optimize it",
+                try_="call the model once first",
             )
+
+
+def _check_tensors(model: nn.Module) -> None:
+    check_shapes(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise OptionError(
                 f"{name} is on the meta device",

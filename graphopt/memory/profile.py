@@ -49,7 +49,7 @@ from graphopt.memory.shares import (
 )
 from graphopt.memory.tracker import Allocation
 from graphopt.module import graphopt_of
-from graphopt.options import check_call, check_choice, names_checked
+from graphopt.options import check_call, check_choice, check_shapes, names_checked
 from graphopt.report.progress import progress
 from graphopt.report.save import check_path, json_text, save
 from graphopt.report.table import Table, percent, size
@@ -234,6 +234,7 @@ def profile_memory(
         True
     """
     _check(model, loss_fn, train, gradients_resident, measure)
+    check_shapes(model)
     resident = check_resident(resident_bytes)
     opt = graphopt_of(model)
     source = model if opt is None else opt.source
@@ -244,7 +245,7 @@ def profile_memory(
         raise OptionError(
             "measure=True needs a model on a GPU", try_="graphopt.bench, which measures on the CPU"
         )
-    with progress(f"memory of {type(source).__name__}"):
+    with progress(f"memory of {type(source).__name__}"), torch.inference_mode(False):
         before, notes = None, list(_notes(how))
         if opt is not None:
             if wanted.type == "cpu":

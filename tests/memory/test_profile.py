@@ -289,5 +289,18 @@ def test_measured_beside_predicted():
 def test_other_inputs_leave_the_graph_in_force(tmp_path):
     opt = graphopt.optimize(nn.Linear(8, 8), torch.ones(4, 8))
     code = opt.code
-    graphopt.profile_memory(opt, torch.ones(2, 8), resident_bytes="1KiB")
+    graphopt.graphopt.profile_memory(opt, torch.ones(2, 8), resident_bytes="1KiB")
     assert opt.code == code
+
+
+def test_a_caller_s_inference_mode_does_not_matter():
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
+    expected = graphopt.profile_memory(model, x).peak_bytes
+    with torch.inference_mode():
+        assert graphopt.profile_memory(model, x).peak_bytes == expected
+        assert graphopt.profile_memory(model, torch.ones(4, 8)).peak_bytes == expected
+
+
+def test_a_lazy_module_that_was_not_called():
+    with pytest.raises(OptionError, match="weight has no shape yet"):
+        graphopt.profile_memory(nn.LazyLinear(8), torch.ones(4, 8))
