@@ -289,7 +289,7 @@ def test_measured_beside_predicted():
 def test_other_inputs_leave_the_graph_in_force(tmp_path):
     opt = graphopt.optimize(nn.Linear(8, 8), torch.ones(4, 8))
     code = opt.code
-    graphopt.graphopt.profile_memory(opt, torch.ones(2, 8), resident_bytes="1KiB")
+    graphopt.profile_memory(opt, torch.ones(2, 8), resident_bytes="1KiB")
     assert opt.code == code
 
 
