@@ -298,7 +298,6 @@ def test_a_caller_s_inference_mode_does_not_matter():
     expected = graphopt.profile_memory(model, x).peak_bytes
     with torch.inference_mode():
         assert graphopt.profile_memory(model, x).peak_bytes == expected
-        assert graphopt.profile_memory(model, torch.ones(4, 8)).peak_bytes == expected
 
 
 def test_a_lazy_module_that_was_not_called():
