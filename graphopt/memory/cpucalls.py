@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphopt.cost.dispatched import dispatched_cost
 from graphopt.memory import trial
 from graphopt.memory.tracker import storages_of
-from graphopt.memory.trial import PRODUCTS, Taken, name_of
+from graphopt.memory.trial import NOTHING, PRODUCTS, Taken, name_of
 
 MOST_FLOPS = 2e10
 """A call that computes more is not run: a second or so for most processors."""
@@ -62,9 +62,11 @@ def cpu_call(func: Any, args: Any, kwargs: Any, out: Any) -> Taken | None:
         >>> cpu_call(torch.ops.aten.relu.default, (a,), {}, a)
         Taken(inside=0, results=())
     """
+    if not trial.worth_a_call(func):
+        return NOTHING
     leaves = trial.flat(args, kwargs)
-    if not trial.may_call(func, leaves, "cpu") or _is_blas(name_of(func), leaves):
-        return Taken(0)
+    if not trial.may_call(leaves, "cpu") or _is_blas(name_of(func), leaves):
+        return NOTHING
     grad = keeps_more(func)
     key = (*trial.key_of(func, leaves), grad, *_settings())
 

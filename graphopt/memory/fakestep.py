@@ -24,6 +24,7 @@ from graphopt.graph.facts import concrete
 from graphopt.graph.hooks import unwatched
 from graphopt.memory.device import Inside, launching_nothing
 from graphopt.memory.forms import form_of
+from graphopt.memory.held import held_tensors
 from graphopt.memory.inner import Account, Inner, expanded
 from graphopt.memory.inplace import sole, takes_over
 from graphopt.memory.labels import LOSS, Label, Labels
@@ -125,6 +126,7 @@ def state_of(body: Body, device_type: str) -> dict[str, tuple[str, torch.Tensor]
         n: ("buffers", b)  # type: ignore[misc]
         for n, b in root.named_buffers(remove_duplicate=False)
     }
+    found |= {n: ("buffers", t) for n, t in held_tensors(root).items()}  # type: ignore[misc]
     found |= {f"constant {n}": ("buffers", c) for n, c in body.constants.items()}  # type: ignore[misc]
     return {n: (k, t) for n, (k, t) in found.items() if t.device.type == device_type}
 

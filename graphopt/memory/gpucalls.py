@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphopt.memory import trial
 from graphopt.memory.cpucalls import keeps_more, lacks_operand
 from graphopt.memory.tracker import CUDA_BLOCK
-from graphopt.memory.trial import PRODUCTS, Taken, name_of
+from graphopt.memory.trial import NOTHING, PRODUCTS, Taken, name_of
 
 _book = trial.Book()
 
@@ -35,9 +35,11 @@ def gpu_call(func: Any, args: Any, kwargs: Any, out: Any) -> Taken | None:
         kwargs: keyword arguments.
         out: what it returned.
     """
+    if not trial.worth_a_call(func):
+        return NOTHING
     leaves = trial.flat(args, kwargs)
-    if not trial.may_call(func, leaves, "cuda") or _takes_nothing(func, leaves):
-        return Taken(0)
+    if not trial.may_call(leaves, "cuda") or _takes_nothing(func, leaves):
+        return NOTHING
     device = next(t.device for t in leaves if isinstance(t, torch.Tensor))
     grad = keeps_more(func)
     key = (*trial.key_of(func, leaves), grad, *_settings())

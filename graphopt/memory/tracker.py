@@ -159,7 +159,8 @@ class StorageTracker(TorchDispatchMode):
         """The record of the first operand, where the result takes its place."""
         if self._takes_over is None or not args or not isinstance(args[0], torch.Tensor):
             return None
-        known = self._known.get(_key(args[0]))
+        key = _key(args[0])
+        known = self._known.get(key) if key is not None else None
         if known is None or not known[1].op:
             return None
         return known[1] if self._takes_over(func, args, known[1]) else None

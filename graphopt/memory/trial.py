@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from graphopt.cost.kept import load, store
 from graphopt.memory.tracker import storages_of
@@ -96,6 +97,10 @@ class Taken:
         return Taken(inside, found) if all(type(r.dtype) is torch.dtype for r in found) else None
 
 
+NOTHING = Taken(0)
+"""A call that takes nothing beside its results, which lie as the fake form says."""
+
+
 class BusyError(Exception):
     """A call cannot be measured now, but later it may be."""
 
@@ -146,18 +151,28 @@ class Book:
             store(FILE, device, table)
 
 
-def may_call(func: Any, leaves: list[Any], device_type: str) -> bool:
-    """Whether a call says anything that is not known, and does nothing but compute.
+@functools.cache
+def worth_a_call(func: Any) -> bool:
+    """Whether an operation may be called, and takes what is not known beside its results.
 
     Args:
         func: the operation.
-        leaves: its arguments, flat.
-        device_type: where all its tensors must lie.
     """
-    if func.namespace not in NAMESPACES or func.is_view or name_of(func) in FREE:
-        return False
-    if torch.Tag.data_dependent_output in func.tags:
-        return False
+    return (
+        func.namespace in NAMESPACES
+        and not func.is_view
+        and name_of(func) not in FREE
+        and torch.Tag.data_dependent_output not in func.tags
+    )
+
+
+def may_call(leaves: list[Any], device_type: str) -> bool:
+    """Whether there are tensors among arguments, all on one kind of device, and nothing unusual.
+
+    Args:
+        leaves: the arguments of a call, flat.
+        device_type: "cpu" or "cuda".
+    """
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
     if not all(t.layout is torch.strided and t.device.type == device_type for t in tensors):
         return False
@@ -165,6 +180,7 @@ def may_call(func: Any, leaves: list[Any], device_type: str) -> bool:
     return bool(tensors) and all(isinstance(v, (*_NUMBERS, *_NAMES)) for v in others)
 
 
+@functools.cache
 def name_of(func: Any) -> str:
     """The name of an operation without its namespace and overload: "mm"."""
     return str(func._schema.name).partition("::")[2]
@@ -353,5 +369,11 @@ def _storage_key(value: Any) -> int | None:
 
 
 def flat(args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of a call, one after the other."""
-    return tree_flatten((args, kwargs))[0]
+    """The arguments of a call, one after the other, those in lists included."""
+    leaves: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            leaves += value
+        else:
+            leaves.append(value)
+    return leaves
