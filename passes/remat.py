@@ -419,7 +419,7 @@ def _cuts(
     saved = saved_bytes(body)
     sizes = [saved.get(node.name, 0) for node in body.graph.nodes]
     before = list(itertools.accumulate(sizes))
-    total = before[-1]
+    total, n = before[-1], min(n, len(sizes))  # no more cuts than nodes, whatever is asked for
     cuts: list[int] = []
     for k in range(1, n):
         middle, reach = total * k / n, total / (2 * n)

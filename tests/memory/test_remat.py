@@ -296,3 +296,8 @@ def test_segments_give_equal_gradients() -> None:
 def test_no_segments_are_refused() -> None:
     with pytest.raises(OptionError, match="segments=0"):
         segment_values(case("mlp").body, 0)
+
+
+def test_more_segments_than_nodes_are_as_many_as_there_are_nodes():
+    body = case("mlp").body
+    assert segment_values(body, 10**9) == segment_values(body, len(list(body.graph.nodes)))
