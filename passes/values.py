@@ -241,11 +241,39 @@ def _no_tensor(node: fx.Node) -> str | None:
     return None
 
 
+def _by_gradients(node: fx.Node) -> str | None:
+    if ops.op_name(node.target).partition(".")[2].partition(".")[0] in _OTHERWISE_UNRECORDED:
+        return "is computed otherwise where no gradients are recorded"
+    return None
+
+
+_OTHERWISE_UNRECORDED = frozenset(
+    {
+        "max_pool1d",
+        "linalg_svdvals",
+        "linalg_eigvals",
+        "linalg_eigvalsh",
+        "linalg_cond",
+        "linalg_lstsq",
+        "linalg_norm",
+        "linalg_matrix_norm",
+        "linalg_matrix_rank",
+        "nuclear_norm",
+    }
+)
+"""ATen operations that choose a kernel by whether gradients are recorded.
+
+Found by running torch's own samples of all operators with and without: the strides of results
+differ, or the last bits.
+"""
+
+
 _TESTS: tuple[Callable[[fx.Node], str | None], ...] = (
     _random,
     _unknown,
     _writes,
     _by_data,
+    _by_gradients,
     _undefined,
     _choice,
     _no_tensor,

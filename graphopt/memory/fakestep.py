@@ -28,6 +28,7 @@ from graphopt.memory.held import held_tensors
 from graphopt.memory.inner import Account, Inner, expanded
 from graphopt.memory.inplace import sole, takes_over
 from graphopt.memory.labels import LOSS, Label, Labels
+from graphopt.memory.numbers import Numbers
 from graphopt.memory.tracker import Allocation, Dispatched, StorageTracker
 from graphopt.replay import without_autocast
 
@@ -174,6 +175,7 @@ class Recorder:
         self._watch = watch
         self._launch = launching_nothing if inside and only == "cuda" else contextlib.nullcontext
         self.inside = Inside(torch.device(device), real=inside)
+        self._numbers = Numbers() if torch.device(device).type == "cpu" else None
         self.inner = Inner(account)
         self.expanded = expanded if inside else None
         sole()  # what it counts is found outside of the modes
@@ -193,6 +195,8 @@ class Recorder:
         backward = self.labels.in_backward()
         label = self.label()
         self.inside.add(self.tracker, label, backward, (func, args, kwargs, out))
+        if self._numbers is not None:
+            self._numbers.seen(self.tracker, label, func, args)
         if func.namespace == "graphopt":
             self.inner.done(label, func, args, kwargs, out)
         if self._watch is not None:

@@ -84,7 +84,8 @@ def _settings() -> tuple[Any, ...]:
 def _measure(func: Any, args: Any, kwargs: Any, out: Any, device: torch.device) -> Taken | None:
     with torch.random.fork_rng(devices=[device]):
         return trial.first_that_runs(
-            lambda fill: _once(func, trial.made_up(args, kwargs, fill), out, device)
+            lambda fill: _once(func, trial.made_up(args, kwargs, fill), out, device),
+            (trial.zeros, trial.identities),
         )
 
 

@@ -245,14 +245,20 @@ def zeros(value: torch.Tensor) -> torch.Tensor:
 
 
 def identities(value: torch.Tensor) -> torch.Tensor:
-    """As `zeros`, but of ones, matrices of identities: factorisations fail on zeros.
-
-    Whole numbers are ones, too: pivots are counted from 1.
-    """
+    """As `zeros`, but of ones, matrices of identities: factorisations fail on zeros."""
     made = zeros(value)
-    matrices = made.dim() > 1 and (made.is_floating_point() or made.is_complex())
-    (made.diagonal(dim1=-2, dim2=-1) if matrices else made).fill_(1)
+    if made.is_floating_point() or made.is_complex():
+        (made.diagonal(dim1=-2, dim2=-1) if made.dim() > 1 else made).fill_(1)
     return made
+
+
+def counts(value: torch.Tensor) -> torch.Tensor:
+    """As `identities`, and whole numbers are ones: pivots are counted from 1, bags are not empty.
+
+    Not for a GPU: an index beyond its dimension would be the end of the process's context.
+    """
+    made = identities(value)
+    return made if made.is_floating_point() or made.is_complex() else made.fill_(1)
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -266,16 +272,16 @@ Fill = Callable[[torch.Tensor], torch.Tensor]
 """Makes an operand up: a tensor that lies like another."""
 
 
-def first_that_runs(call: Callable[[Fill], Taken | None]) -> Taken | None:
-    """What a call says on zeros, else on ones and identities; None where it refuses both.
+def first_that_runs(call: Callable[[Fill], Taken | None], fills: Sequence[Fill]) -> Taken | None:
+    """What a call says on the first made-up operands that it takes; None where it refuses all.
 
     Args:
         call: makes the call on operands of a fill.
+        fills: in the order in which they are tried.
 
     Raises:
         BusyError: where the call does.
     """
-    fills: tuple[Fill, ...] = (zeros, identities)
     for fill in fills:
         with contextlib.suppress(*REFUSALS):
             return call(fill)

@@ -96,12 +96,51 @@ def _net():
     )  # fmt: skip
 
 
+class Bags(nn.Module):
+    """The largest of the rows of each bag: backward asks for the bags that are not empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(50, 24, mode="max"), nn.Linear(24, 4)
+
+    def forward(self, x):
+        return self.head(self.bags(torch.arange(240, device=x.device).view(60, 4) % 50)).sum()
+
+
+class Pooled(nn.Module):
+    """Takes the largest of a sequence that lies transposed: torch does otherwise unrecorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = F.max_pool1d(self.first(x).transpose(1, 2), 3, 1, 1).transpose(1, 2)
+        return self.last(F.gelu(y)).square().mean()
+
+
+class Scaled(nn.Module):
+    """Divides by numbers, which autograd keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = ((q @ k.transpose(-1, -2)) / 3.0).masked_fill(torch.eye(40) > 0, float("-inf"))
+        return ((scores * 2).softmax(-1) @ v).square().mean()
+
+
 MODELS = {
     **{name: lambda head=head: (Headed(head), torch.randn(64, 32)) for name, head in HEADS.items()},
     "BatchNorm, transposed": lambda: (Normed(), torch.randn(8, 40, 32)),
     "BatchNorm and gate": lambda: (Normed(gated=True), torch.randn(8, 40, 32)),
     "bias of a frozen convolution": lambda: (_convolved(True), torch.randn(4, 24, 20)),
     "convolution": lambda: (_convolved(False), torch.randn(4, 24, 20)),
+    "bags": lambda: (Bags(), torch.randn(2)),
+    "largest, transposed": lambda: (Pooled(), torch.randn(64, 30, 16)),
+    "attention by hand": lambda: (Scaled(), torch.randn(4, 40, 32)),
     "convolutions and norms": lambda: (_net(), torch.randn(4, 3, 20, 20)),
 }
 
@@ -172,7 +211,7 @@ def test_a_user_s_own_operator_is_not_called_to_be_measured():
     "lies", [((3, 4), (4, 1)), ((3, 4), (0, 0)), ((4, 3), (1, 4)), ((0, 2), (2, 1))]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.long, torch.bool])
-@pytest.mark.parametrize("fill", [trial.zeros, trial.identities])
+@pytest.mark.parametrize("fill", [trial.zeros, trial.identities, trial.counts])
 def test_made_up_operands_lie_as_the_given_ones(lies, dtype, fill):
     given = torch.empty_strided(*lies, dtype=dtype)
     made = fill(given)
