@@ -34,6 +34,13 @@ _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros_like.default", "aten.z
 """Operations that make them."""
 
 
+_CHAINED = frozenset({aten.sub.Tensor, aten.mul.Tensor})
+_CHAINS = frozenset({"BinaryCrossEntropyWithLogitsBackward0"})
+"""Nodes whose formula goes on in place with what it made itself, and by which operations."""
+
+_MAY = _INTO_ZEROS | _CHAINED | {aten.add.Tensor}
+
+
 def takes_over(func: Any, args: Sequence[Any], first: Allocation) -> bool:
     """Whether the result of an operation of the backward takes the place of its first operand.
 
@@ -44,15 +51,22 @@ def takes_over(func: Any, args: Sequence[Any], first: Allocation) -> bool:
         args: its positional arguments.
         first: the record of the first of them.
     """
-    if torch.is_grad_enabled() or not (func in _INTO_ZEROS or func is aten.add.Tensor):
+    if torch.is_grad_enabled() or func not in _MAY:
         return False
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return False
     found, alone = _holders(args[0]), sole()
+    if func in _CHAINED and node.name() in _CHAINS and first.node == node._sequence_nr():
+        return found == alone and args[0].shape == node._saved_self.shape
     if func is aten.add.Tensor:
         return found == alone and _same(args[0], args[1]) and _engine_adds(node, first)
-    if alone is None or isinstance(node, BackwardCFunction) or first.op not in _ZEROS:
+    if (
+        func not in _INTO_ZEROS
+        or alone is None
+        or isinstance(node, BackwardCFunction)
+        or first.op not in _ZEROS
+    ):
         return False
     # In torch's own formulas; some operations hold their operand once more on the way here.
     return found in (alone, (alone[0] + 1, alone[1]))

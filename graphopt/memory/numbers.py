@@ -44,7 +44,7 @@ class Numbers:
         if func in _SAVED and torch.is_grad_enabled() and _saves(args):
             size = 16 if isinstance(args[1], complex) else 8
             made = tracker.take(size, label, str(func), "cpu")
-            self._kept[torch.autograd._get_sequence_nr() - 1] = made
+            self._kept[torch._C._autograd._get_sequence_nr() - 1] = made
 
 
 def _saves(args: Any) -> bool:
