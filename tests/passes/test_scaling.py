@@ -40,7 +40,9 @@ def seconds(body: Body) -> float:
 
 def test_four_times_the_nodes_take_about_four_times_as_long():
     run_pipeline(chain(4))
-    assert seconds(chain(400)) < 8 * max(seconds(chain(100)), 0.1)
+    # the least of a few: the collector, or another process, may fall into any one of them
+    small, large = (min(seconds(chain(blocks)) for _ in range(3)) for blocks in (100, 400))
+    assert large < 8 * max(small, 0.1)
 
 
 @pytest.mark.slow
